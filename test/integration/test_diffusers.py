@@ -61,7 +61,10 @@ def test_the_checkpoint_is_positional_and_dtypes_may_be_torchs(setup, tiny, name
 
 def test_frames_are_batch_first_in_the_form_of_output_type(pipe):
     pictures, array, tensor = (pipe(**CALL, seed=5, output_type=form) for form in ("pil", "np", "pt"))
-    assert pipe(**CALL, seed=5).output_type == "pil"
+    default = pipe(**CALL, seed=5)
+    assert default.output_type == "pil"
+    with pytest.raises(AttributeError, match=r"no shape: .* np.stack\(result.frames\[0\]\)"):  # of the earlier array
+        _ = default.frames.shape
     clip = np.stack(pictures.frames[0])
     assert clip.shape == (9, 64, 64, 3) and clip.dtype == np.uint8 and clip.std() > 0
     assert all(isinstance(frame, Image.Image) for frame in pictures.frames[0])
@@ -70,15 +73,6 @@ def test_frames_are_batch_first_in_the_form_of_output_type(pipe):
     assert np.array_equal((values[0] * 255).round().astype(np.uint8), clip)
     assert torch.equal(tensor.frames, torch.from_numpy(values).permute(0, 1, 4, 2, 3))
     assert all(torch.equal(pictures.audio, other.audio) for other in (array, tensor))
-
-
-def test_code_for_the_earlier_array_learns_what_became_of_it(pipe):
-    frames = pipe(**CALL).frames
-    with pytest.raises(AttributeError, match=r"no shape: .* np.stack\(result.frames\[0\]\)"):
-        _ = frames.shape
-
-
-def test_return_dict_false_gives_the_frames_and_the_sound(pipe):
     frames, audio = pipe(**CALL, output_type="pt", return_dict=False)
     assert frames.shape == (1, 9, 3, 64, 64) and audio.shape == (1, 2, 33 * 480)
     latent, sound = pipe(**CALL, output_type="latent", return_dict=False, seed=5)
@@ -91,15 +85,13 @@ def test_prompts_in_a_list_and_videos_per_prompt_have_seeds_that_count_up(pipe, 
     texts = ["birds sing", "waves crash on the shore"]
     two = pipe(**CALL | {"prompt": texts}, output_type="latent", seed=5).frames
     other = pipe(**CALL | {"prompt": texts[1]}, output_type="latent", seed=6).frames
-    assert torch.equal(two, torch.cat([latents[0], other]))
-    assert not torch.equal(other, latents[1])
+    assert torch.equal(two, torch.cat([latents[0], other])) and not torch.equal(other, latents[1])
 
 
-def test_a_generator_is_drawn_from_by_all_videos_or_one_is_given_for_each(pipe, latents):
+def test_one_generator_seeds_all_videos_or_a_list_has_one_for_each(pipe, latents):
     generators = [torch.Generator().manual_seed(seed) for seed in (7, 5)]
     call = CALL | dict(num_videos_per_prompt=2, output_type="latent")
-    drawn = pipe(**call, generator=generators).frames
-    assert torch.equal(drawn, torch.cat([latents[2], latents[0]]))
+    assert torch.equal(pipe(**call, generator=generators).frames, torch.cat([latents[2], latents[0]]))
     drawn = pipe(**call, generator=torch.Generator().manual_seed(5)).frames
     assert torch.equal(drawn[:1], latents[0]) and not torch.equal(drawn[1:], latents[0])
     with pytest.raises(UserError, match="got 1 for 2 videos"):
@@ -159,47 +151,35 @@ def test_devices_offloading_and_tiling_have_no_effect_and_one_note_each(pipe, no
 
 
 # --- what explains itself -----------------------------------------------------------------------
-CALLS = {
-    "guidance_scale": (3.0, "video_cfg_guidance_scale=3.0, with recipe='dev'"),
-    "callback_on_step_end_tensor_inputs": (["latents"], "latents stay on the ranks"),
-    "fps": (24, "frame_rate=24.0"),
-    "num_frame": (9, "did you mean num_frames?"),
+UNKNOWN = {
+    "of a call": {
+        "guidance_scale": "video_cfg_guidance_scale=3.0, with recipe='dev'",
+        "callback_on_step_end_tensor_inputs": "latents stay on the ranks",
+        "fps": "frame_rate=24.0",
+        "num_frame": "did you mean num_frames?",
+    },
+    "of from_pretrained": {
+        "pretrained_model_name_or_path": "here: checkpoint_path=",
+        "device_map": "profile='trn2.3xlarge'",
+        "revision": "checkpoint_path='OWNER/REPO@REVISION'",
+        "gema_root": "did you mean gemma_root?",
+    },
+    "attribute": {
+        "load_lora_weights": "loras=[('FILE', 1.0)], in from_pretrained or in a call; prepare --lora",
+        "scheduler": "sampler= of a call",
+        "vocoder": "result.sample_rate",
+        "engin": "did you mean engine?",
+    },
 }
 
 
-@pytest.mark.parametrize("word", CALLS)
-def test_an_unknown_argument_of_a_call_says_what_to_type(pipe, word):
-    value, text = CALLS[word]
-    with pytest.raises(TypeError) as error:
-        pipe(**CALL, **{word: value})
-    assert word in str(error.value) and text in str(error.value)
-
-
-OPENED = {
-    "pretrained_model_name_or_path": "here: checkpoint_path=",
-    "device_map": "profile='trn2.3xlarge'",
-    "revision": "checkpoint_path='OWNER/REPO@REVISION'",
-    "gema_root": "did you mean gemma_root?",
-}
-
-
-@pytest.mark.parametrize("word", OPENED)
-def test_an_unknown_argument_of_from_pretrained_says_what_to_type(pipe, word):
-    with pytest.raises(TypeError) as error:
-        pipe.from_pretrained("a", **{word: "x"})
-    assert word in str(error.value) and OPENED[word] in str(error.value)
-
-
-ATTRIBUTES = {
-    "load_lora_weights": "loras=[('FILE', 1.0)], in from_pretrained or in a call; prepare --lora",
-    "scheduler": "sampler= of a call",
-    "vocoder": "result.sample_rate",
-    "engin": "did you mean engine?",
-}
-
-
-@pytest.mark.parametrize("name", ATTRIBUTES)
-def test_an_unknown_attribute_says_what_to_type(pipe, name):
-    with pytest.raises(AttributeError) as error:
-        getattr(pipe, name)
-    assert name in str(error.value) and ATTRIBUTES[name] in str(error.value)
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in UNKNOWN.items() for name in names])
+def test_an_unknown_argument_or_attribute_is_refused_with_what_to_type(pipe, kind, name):
+    with pytest.raises(AttributeError if kind == "attribute" else TypeError) as error:
+        if kind == "of a call":
+            pipe(**CALL, **{name: 3.0})
+        elif kind == "of from_pretrained":
+            pipe.from_pretrained("a", **{name: "x"})
+        else:
+            getattr(pipe, name)
+    assert name in str(error.value) and UNKNOWN[kind][name] in str(error.value)

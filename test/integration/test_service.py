@@ -111,26 +111,15 @@ def test_the_model_says_which_sizes_are_compiled(openai, service):
     assert caught.value.code == "profile_mismatch" and "64x64, 9 frames" in caught.value.message
 
 
-def test_the_sync_route_answers_with_the_video(service, wanted):
-    client = service.client()
-    body = {"prompt": ASKED[0][0]["prompt"], "size": "64x64"}
+def test_the_sync_route_and_the_comfyui_node_have_the_bytes_that_the_script_writes(service, wanted, tmp_path):
+    client, prompt = service.client(), ASKED[0][0]["prompt"]
+    body = {"prompt": prompt, "size": "64x64"}
     answer = client._client.post(service.url + "/videos/sync", json=body, headers=client.auth_headers, timeout=300)
     assert answer.headers["content-type"] == "video/mp4" and answer.content == wanted[0]
-
-
-def test_the_comfyui_node_hands_on_the_bytes_that_the_script_writes(service, wanted, tmp_path):
+    node = {"server": service.url, "token": service.tokens["ada"], "width": 64, "height": 64, "frames": 9}
     with loaded(tmp_path) as (module, comfy):
-        made = executed(
-            module,
-            server=service.url,
-            token=service.tokens["ada"],
-            prompt=ASKED[0][0]["prompt"],
-            size=module.TYPED,
-            width=64,
-            height=64,
-            frames=9,
-        )
-    assert Path(made["path"]).read_bytes() == wanted[0] and comfy.seen[-1] == (100, 100)
+        outputs = executed(module, prompt=prompt, size=module.TYPED, **node)
+    assert Path(outputs["path"]).read_bytes() == wanted[0] and comfy.seen[-1] == (100, 100)
 
 
 def test_a_key_makes_one_job_of_a_request_that_is_sent_twice(openai, service):
@@ -209,7 +198,8 @@ def test_requests_beyond_the_limit_of_connections_are_refused_until_others_close
 # --- one worker, in this process ------------------------------------------------------------------
 
 
-def test_a_worker_stores_what_it_measured_before_its_first_job(tiny, tmp_path):
+def test_a_worker_stores_calibration_first_and_adds_up_the_seconds_of_its_work(tiny, tmp_path):
+    """Busy seconds count every moment once, also where phases overlap: a clip's price is made of them."""
     artifacts = tmp_path / "artifacts"
     artifacts.mkdir()
     workspace = Workspace(tiny.checkpoint, resolve("cpu", ()), artifacts, TP, "float32", tiny.gemma_root)
@@ -218,21 +208,18 @@ def test_a_worker_stores_what_it_measured_before_its_first_job(tiny, tmp_path):
         working = Worker(queue, engine, "w1")
         working.stop.set()
         working.run()
-    # Else another process could choose otherwise, and the next worker go on to other bits.
-    assert choices_file(artifacts).is_file()
-    assert "float32_products" in choices_file(artifacts).read_text()
+        # Else another process could choose otherwise, and the next worker go on to other bits.
+        assert "float32_products" in choices_file(artifacts).read_text()
 
+        def decode_sound(until: threading.Event) -> None:
+            with engine.recorder.phase("decode_audio"):
+                until.set()
+                time.sleep(0.1)
 
-def test_a_worker_adds_up_its_busy_seconds_and_the_seconds_of_its_videos(tiny, tmp_path):
-    """Of every moment once, also where phases overlap: a clip's price is made of them."""
-    workspace = Workspace(tiny.checkpoint, resolve("cpu", ()), tmp_path, TP, "float32", tiny.gemma_root)
-    queue = Queue(tmp_path / "queue.sqlite", tmp_path / "jobs")
-    with closing(queue), Engine(workspace, Recorder()) as engine:
-        working = Worker(queue, engine, "w1")
         for seconds in (2.0, 3.0):
             with engine.recorder.phase("decode_video"):
                 until = threading.Event()
-                other = threading.Thread(target=_decode_sound, args=(engine.recorder, until))
+                other = threading.Thread(target=decode_sound, args=(until,))
                 other.start()
                 until.wait()
                 other.join()
@@ -241,12 +228,6 @@ def test_a_worker_adds_up_its_busy_seconds_and_the_seconds_of_its_videos(tiny, t
         state = working._state
     assert state["video_seconds"] == 5.0
     assert 0.2 <= state["busy_seconds"] < sum(state["phases"].values()) - 0.15
-
-
-def _decode_sound(recorder: Recorder, until: threading.Event) -> None:
-    with recorder.phase("decode_audio"):
-        until.set()
-        time.sleep(0.1)
 
 
 def test_a_worker_whose_leases_ended_on_a_full_disk_does_not_take_its_own_jobs(setup, tiny, tmp_path):

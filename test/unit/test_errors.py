@@ -60,9 +60,9 @@ def test_what_the_system_refuses_is_a_sentence_and_no_traceback(capsys, number, 
         raise OSError(number, os.strerror(number), "/a/model.safetensors")
 
     assert ended(main) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"error: /a/model.safetensors: {words}")
-    assert "Errno" not in said and "Traceback" not in said
+    message = capsys.readouterr().err
+    assert message.startswith(f"error: /a/model.safetensors: {words}")
+    assert "Errno" not in message and "Traceback" not in message
 
 
 def test_a_full_disk_is_said_as_before(capsys):

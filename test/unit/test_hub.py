@@ -69,40 +69,21 @@ def test_a_repository_alone_is_the_released_file_of_its_kind(hub, kind):
     assert path.read_bytes() == hub.repos[LTX][FILES[kind]].read_bytes()
 
 
-def test_a_name_may_say_the_file_and_the_revision(hub):
-    path = local_path(f"{LTX}@v1/{FILES['dev']}", "distilled")
-    assert path.name == FILES["dev"] and path.parent.name == hub.revisions["v1"]
-
-
 def test_of_gemma_weights_config_and_tokenizer_are_downloaded_and_nothing_else(hub, tiny):
     folder = local_path(GEMMA, "gemma")
-    wanted = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
-    assert {each.name for each in folder.iterdir()} == set(hub.downloads) == wanted
+    expected = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert {each.name for each in folder.iterdir()} == set(hub.downloads) == expected
 
 
-def test_of_a_repository_with_one_file_of_weights_that_is_taken(hub):
+def test_a_repository_of_a_lora_is_its_file_of_weights_with_the_settings_of_peft(hub, tiny):
     assert local_path(LORA, "lora").name == "lora.safetensors"
-
-
-def test_of_a_repository_of_peft_the_settings_come_too(hub, tiny):
-    names = {"adapter_config.json": tiny.gemma_root / "config.json"}
-    hub.repos[LORA] = names | {"README.md": tiny.image, "adapter_model.safetensors": tiny.lora}
-    path = local_path(LORA, "lora")
-    assert {each.name for each in path.parent.iterdir()} == {path.name, *names}
-
-
-def test_of_a_repository_with_several_files_of_weights_one_must_be_named(hub, tiny):
     hub.repos[LORA]["second.safetensors"] = tiny.lora
     error = refused(LORA, "lora")
     assert "has 2 files of weights" in error and "lora.safetensors, second.safetensors" in error
-
-
-def test_a_repository_in_diffusers_layout_is_named_as_such_with_what_to_type(hub, tiny):
-    folder = "transformer/diffusion_pytorch_model-0000{}-of-00002.safetensors"
-    files = {folder.format(n): tiny.checkpoint for n in (1, 2)}
-    hub.repos[f"{LATER}-Diffusers"] = files | {"model_index.json": tiny.image}
-    error = refused(f"{LATER}-Diffusers")
-    assert "in diffusers' layout" in error and f"\nType {LTX} or {LATER}" in error
+    names = {"adapter_config.json": tiny.gemma_root / "config.json"}
+    hub.repos[LORA] = names | {"README.md": tiny.image, "adapter_model.safetensors": tiny.lora}
+    path = local_path(LORA, "lora")
+    assert {file.name for file in path.parent.iterdir()} == {"lora.safetensors", path.name, *names}
 
 
 def test_a_path_that_exists_wins(hub, tiny):
@@ -128,35 +109,27 @@ def test_the_size_is_printed_before_a_download_and_the_second_time_nothing_is_re
     assert not hub.requests and not capsys.readouterr().out
 
 
-def test_a_file_that_another_revision_has_too_is_not_downloaded_again(hub, capsys):
-    local_path(LTX, "distilled"), capsys.readouterr(), hub.requests.clear()
-    local_path(f"{LTX}@v1", "distilled")
-    assert not hub.downloads and not capsys.readouterr().out
-
-
 def test_a_connection_that_breaks_is_resumed_where_it_broke(hub):
     written = constants.DOWNLOAD_CHUNK_SIZE  # what has come in whole chunks is not sent again
     hub.broken[CHECKPOINT] = written + 1000
     if PARTS:
         assert "type the command again" in refused(LTX)
     path = local_path(LTX, "distilled")
-    sent = [each for each in hub.requests if each.method == "GET" and "/resolve/" in each.path]
-    assert [request.range for request in sent] == [None, f"bytes={written}-"]
+    ranges = [request.range for request in hub.requests if request.method == "GET" and "/resolve/" in request.path]
+    assert ranges == [None, f"bytes={written}-"]
     assert path.read_bytes() == hub.repos[LTX][CHECKPOINT].read_bytes()
 
 
-def test_an_interrupted_download_leaves_no_half_file_and_is_made_good_by_the_next(hub, monkeypatch):
+def test_after_an_interrupted_download_only_the_rest_is_downloaded(hub, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr("huggingface_hub.file_download.http_get", interrupted)
         local_path(GEMMA, "gemma")
-    assert len(list(local_path(GEMMA, "gemma").iterdir())) == 4
-
-
-def test_of_a_gemma_that_is_there_in_part_only_the_rest_is_downloaded(hub):
-    (local_path(GEMMA, "gemma") / "tokenizer.json").resolve().unlink()
+    folder = local_path(GEMMA, "gemma")
+    assert len(list(folder.iterdir())) == 4
+    (folder / "tokenizer.json").resolve().unlink()
     hub.requests.clear()
     local_path(GEMMA, "gemma")
     assert hub.downloads == ["tokenizer.json"]
@@ -181,18 +154,37 @@ def test_a_disk_that_fills_up_during_a_download_is_told(hub, monkeypatch, small_
 
 
 @pytest.mark.parametrize("token", ["", "hf_of_nobody"])
-def test_a_gated_repository_is_told_with_where_to_accept_its_licence(hub, monkeypatch, token):
+def test_a_gated_repository_is_read_with_the_token_of_who_accepted_its_licence(hub, monkeypatch, token):
     hub.gated.add(GEMMA)
     monkeypatch.setenv("HF_TOKEN", token)
     error = refused(GEMMA, "gemma")
     assert f"gated: you must accept its licence once\nAccept it on {hub.url}/{GEMMA}" in error
     assert "hf auth login" in error
-
-
-def test_a_gated_repository_is_read_with_the_token_of_who_accepted_its_licence(hub, monkeypatch):
-    hub.gated.add(GEMMA)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     assert (local_path(GEMMA, "gemma") / "config.json").is_file()
+
+
+def test_what_is_absent_or_cannot_be_stored_is_refused_with_what_to_type(hub, tiny, monkeypatch, tmp_path):
+    folder = "transformer/diffusion_pytorch_model-0000{}-of-00002.safetensors"
+    files = {folder.format(n): tiny.checkpoint for n in (1, 2)}
+    hub.repos[f"{LATER}-Diffusers"] = files | {"model_index.json": tiny.image}
+    for name, kind, *messages in (
+        (f"{LATER}-Diffusers", "distilled", "in diffusers' layout", f"\nType {LTX} or {LATER}"),
+        (
+            *(f"{LTX}/ltx-2.3-22b-distiled.safetensors", "distilled"),
+            *("has no file ltx-2.3-22b-distiled.safetensors", CHECKPOINT),
+        ),
+        (f"{LTX}@v9", "distilled", f"{LTX} has no revision v9"),
+        (LTX, "gemma", "not Gemma: it has no config.json"),
+    ):
+        error = refused(name, kind)
+        assert all(message in error for message in messages), error
+    (tmp_path / "file").touch()
+    with monkeypatch.context() as patch:
+        patch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "file"))
+        assert f"{tmp_path}/file" in refused(LTX)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert "no download from http://127.0.0.1:9/Lightricks/LTX-2.3 (Connect" in refused(LTX)
 
 
 def test_a_name_that_neither_the_hub_nor_the_disk_knows_is_told_with_the_nearest_path(hub, tiny):
@@ -202,24 +194,6 @@ def test_a_name_that_neither_the_hub_nor_the_disk_knows_is_told_with_the_nearest
     assert f"no public repository {hub.url}/models/gemma-3-12" in error and LTX in error
 
 
-def test_an_absent_file_is_told_with_the_nearest_ones(hub):
-    error = refused(f"{LTX}/ltx-2.3-22b-distiled.safetensors")
-    assert "has no file ltx-2.3-22b-distiled.safetensors" in error and CHECKPOINT in error
-
-
-def test_an_absent_revision_is_told(hub):
-    assert f"{LTX} has no revision v9" in refused(f"{LTX}@v9")
-
-
-def test_a_repository_that_holds_no_gemma_is_told(hub):
-    assert "not Gemma: it has no config.json" in refused(LTX, "gemma")
-
-
-def test_without_a_network_the_hub_is_said_not_to_answer(hub, monkeypatch):
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    assert "no download from http://127.0.0.1:9/Lightricks/LTX-2.3 (Connect" in refused(LTX)
-
-
 def test_offline_a_filled_cache_is_enough_and_an_empty_one_says_what_to_type(hub, monkeypatch):
     filled = local_path(LTX, "distilled")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -227,12 +201,6 @@ def test_offline_a_filled_cache_is_enough_and_an_empty_one_says_what_to_type(hub
     assert local_path(LTX, "distilled") == filled
     error = refused(LTX, "dev")
     assert "HF_HUB_OFFLINE" in error and error.endswith(f"hf download {LTX} {FILES['dev']}")
-
-
-def test_a_cache_that_may_not_be_written_is_told(hub, monkeypatch, tmp_path):
-    (tmp_path / "file").touch()
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "file"))
-    assert f"{tmp_path}/file" in refused(LTX)
 
 
 # --- in flags, the API and messages --------------------------------------------------------------
@@ -255,14 +223,10 @@ def test_files_of_the_hub_have_the_identities_of_their_local_copies(hub, tiny):
     assert lora.path.name == FILES["lora"] and lora.strength == 0.5
 
 
-def test_flags_of_upsamplers_take_names_too(hub):
-    args = parsed("--spatial-upsampler-path", LTX, "--temporal-upsampler-path", LTX)
-    options = flags.run_options(args)
+def test_the_recipe_chooses_the_checkpoint_and_upsamplers_have_names_too(hub):
+    options = flags.run_options(parsed("--spatial-upsampler-path", LTX, "--temporal-upsampler-path", LTX))
     assert options.spatial_upsampler_path.name == FILES["spatial"]
     assert options.temporal_upsampler_path.name == FILES["temporal"]
-
-
-def test_the_recipe_chooses_the_checkpoint(hub):
     args = argparse.Namespace(checkpoint_path=Path(LTX), recipe="dev")
     assert flags.local(args, "checkpoint_path").name == FILES["dev"]
     args = argparse.Namespace(checkpoint_path=Path(LTX, FILES["dev"]), recipe=None)
@@ -285,8 +249,8 @@ def test_all_parts_of_ltx_2_5_are_found_by_the_name_of_its_repository(hub, split
         with suppress(UserError):  # there are no graphs
             pipeline.engine.preflight.check([pipeline.engine.workspace.resolved(job)])
     assert "video decoder: convolutional, from " in capsys.readouterr().out
-    wanted = "distilled", "gemma", "video_vae", "audio_vae", "spatial"
-    assert set(hub.downloads) == {Path(files[kind]).name for kind in wanted}
+    expected = "distilled", "gemma", "video_vae", "audio_vae", "spatial"
+    assert set(hub.downloads) == {Path(files[kind]).name for kind in expected}
 
 
 def test_a_diffusion_vae_in_the_cache_decodes_only_where_it_is_typed(hub, split):
@@ -305,10 +269,14 @@ def test_the_command_of_a_message_has_the_hub_name(hub, tmp_path):
         flags.workspace(parsed(*words)).dit_weights()
 
 
-def test_a_name_of_another_revision_is_spelled_with_its_commit(hub):
-    path = local_path(f"{LTX}@v1", "distilled")
-    assert hub_name(path) == f"{LTX}@{hub.revisions['v1']}/{CHECKPOINT}"
-    assert str(local_path(hub_name(path), "distilled")) == str(path)
+def test_a_name_may_have_a_file_and_a_revision(hub, capsys):
+    path = local_path(f"{LTX}@v1/{FILES['dev']}", "distilled")
+    assert path.name == FILES["dev"] and path.parent.name == hub.revisions["v1"]
+    local_path(LTX, "distilled"), capsys.readouterr(), hub.requests.clear()
+    same = local_path(f"{LTX}@v1", "distilled")  # both revisions have this file
+    assert not hub.downloads and not capsys.readouterr().out
+    assert hub_name(same) == f"{LTX}@{hub.revisions['v1']}/{CHECKPOINT}"
+    assert str(local_path(hub_name(same), "distilled")) == str(same)
 
 
 def test_a_damaged_file_of_the_cache_is_told_with_the_command_that_replaces_it(hub):

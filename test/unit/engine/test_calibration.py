@@ -61,8 +61,12 @@ def fail():
     raise AssertionError("measured again")
 
 
-def test_what_was_measured_is_not_measured_again(tmp_path, another_process):
+def test_a_measurement_is_stored_once_a_run_is_accepted_and_not_repeated(tmp_path, another_process):
     assert read(tmp_path) == {}
+    assert choice(tmp_path, "speed", lambda: 2) == 2
+    assert choice(tmp_path, "speed", fail) == 2  # this process remembers
+    assert list(tmp_path.iterdir()) == []
+    another_process()
     assert choice(tmp_path, "speed", lambda: 8) == 8
     store_choices(tmp_path)
     another_process()
@@ -72,17 +76,6 @@ def test_what_was_measured_is_not_measured_again(tmp_path, another_process):
     assert read(tmp_path) == {"speed": 8, "other": 1}
     (path,) = (tmp_path / "calibration").iterdir()
     assert path == choices_file(tmp_path) and '"processor"' in path.read_text()
-
-
-def test_nothing_is_written_before_a_run_is_accepted(tmp_path, another_process):
-    assert choice(tmp_path, "speed", lambda: 8) == 8
-    assert choice(tmp_path, "speed", fail) == 8  # this process remembers
-    assert list(tmp_path.iterdir()) == []
-    another_process()
-    assert choice(tmp_path, "speed", lambda: 2) == 2
-    store_choices(tmp_path)
-    another_process()
-    assert read(tmp_path) == {"speed": 2}
 
 
 def test_of_two_that_measure_at_a_time_later_runs_take_the_first_ones_choice(tmp_path, another_process):
@@ -110,7 +103,7 @@ def test_a_limit_on_instructions_and_another_cpu_are_other_machines(tmp_path, mo
 
 
 @pytest.mark.parametrize("content", ["", "[1, 2", "[]", '{"choices": {"speed": 2}}', "a list", "a named pipe"], ids=str)
-def test_a_damaged_file_is_said_and_measured_anew(tmp_path, capsys, content):
+def test_a_damaged_file_is_reported_and_measured_anew(tmp_path, capsys, content):
     path = choices_file(tmp_path)
     path.parent.mkdir()
     if content == "a named pipe":
@@ -120,44 +113,35 @@ def test_a_damaged_file_is_said_and_measured_anew(tmp_path, capsys, content):
     else:
         path.write_text(content)
     assert choice(tmp_path, "speed", lambda: 8) == 8
-    said = capsys.readouterr().out
-    assert str(path) in said and said.endswith("; measuring this machine again\n")
+    printed = capsys.readouterr().out
+    assert str(path) in printed and printed.endswith("; measuring this machine again\n")
     assert choice(tmp_path, "speed", fail) == 8
 
 
-def test_where_nothing_can_be_written_it_is_measured_once_a_process(tmp_path, capsys):
+@pytest.mark.parametrize("folder", ["", "typo"])
+def test_where_nothing_can_be_written_it_is_measured_once_a_process(tmp_path, capsys, folder):
     # A file where the folder would be: this process may be root, whom no permission stops.
     (tmp_path / "calibration").write_text("")
-    assert choice(tmp_path, "speed", lambda: 8) == 8
-    store_choices(tmp_path)
-    store_choices(tmp_path)
-    assert choice(tmp_path, "speed", fail) == 8
-    assert read(tmp_path) == {}
-    assert capsys.readouterr().out.count("measurements are not saved") == 1
-
-
-def test_no_artifacts_folder_is_made_to_store_a_choice(tmp_path):
-    assert choice(tmp_path / "typo", "speed", lambda: 8) == 8
-    store_choices(tmp_path / "typo")
-    assert choice(tmp_path / "typo", "speed", fail) == 8
-    assert not (tmp_path / "typo").exists()
+    assert choice(tmp_path / folder, "speed", lambda: 8) == 8
+    store_choices(tmp_path / folder)
+    store_choices(tmp_path / folder)
+    assert choice(tmp_path / folder, "speed", fail) == 8
+    assert read(tmp_path / folder) == {} and not (tmp_path / "typo").exists()
+    assert capsys.readouterr().out.count("measurements are not saved") == (folder == "")
 
 
 @pytest.mark.parametrize(("stored", "speed"), [(1, 1), (2, 2), (8, 8), (3, None), ("8", None)])
 def test_the_stored_choice_of_dtype_is_taken_and_no_other_value(tmp_path, stored, speed):
     write(tmp_path, bfloat16_speed=stored)
     speed = speed or bfloat16_speed()
-    wanted = FLOAT32 if speed == 1 else Arithmetic(torch.bfloat16, speed)
-    assert arithmetic("auto", torch.bfloat16, tmp_path) == wanted
-
-
-def test_the_choice_of_dtype_is_stored_by_the_first_run_that_needs_it(tmp_path):
-    arithmetic("auto", torch.float32, tmp_path)
-    store_choices(tmp_path)
-    assert read(tmp_path) == {}
-    chosen = arithmetic("auto", torch.bfloat16, tmp_path)
-    store_choices(tmp_path)
-    assert read(tmp_path) == {"bfloat16_speed": chosen.speed}
+    expected = FLOAT32 if speed == 1 else Arithmetic(torch.bfloat16, speed)
+    assert arithmetic("auto", torch.bfloat16, tmp_path) == expected
+    new = tmp_path / "new"
+    new.mkdir()
+    for dtype, choices in ((torch.float32, {}), (torch.bfloat16, {"bfloat16_speed": bfloat16_speed()})):
+        arithmetic("auto", dtype, new)  # stored by the first run that needs it
+        store_choices(new)
+        assert read(new) == choices
 
 
 OTHERS = {"few": "onednn", "many": "blas", "tile": "onednn"}
@@ -174,37 +158,25 @@ def test_the_libraries_of_products_are_measured_once_a_machine_and_stored(tmp_pa
     assert fastest_libraries(tmp_path)._asdict() == OTHERS
 
 
-def timed(monkeypatch, *turns):
-    """Seconds of "a" and "b" that the next turns take. Returns the ones that were not needed."""
-    left = [{"a": a, "b": b} for a, b in turns]
-
-    def in_turns(functions, count):
-        return [left.pop(0) for _ in range(count)]
-
-    monkeypatch.setattr(arithmetic_module, "_alternate", in_turns)
-    return left
-
-
-def test_the_library_that_wins_every_turn_is_chosen_without_another_measurement(monkeypatch):
-    left = timed(monkeypatch, *[(2, 1)] * 4, (9, 8), (1, 2))
-    assert arithmetic_module._fastest({"a": None, "b": None}) == "b" and len(left) == 1
-
-
-def test_where_turns_disagree_all_is_measured_again(monkeypatch):
-    """The machine was busy in one of the first turns."""
-    left = timed(monkeypatch, *[(2, 3)] * 4, (4, 1), *[(3, 2)] * 5, (1, 2))
-    assert arithmetic_module._fastest({"a": None, "b": None}) == "b" and len(left) == 1
-
-
-def test_on_a_machine_that_stays_busy_the_least_times_decide(monkeypatch):
-    left = timed(monkeypatch, *[(5, 4), (3, 6), (9, 7), (9, 7), (9, 7)] * 3, (1, 2))
-    assert arithmetic_module._fastest({"a": None, "b": None}) == "a" and len(left) == 1
+@pytest.mark.parametrize(
+    ("rounds", "fastest"),
+    [
+        ([*[(2, 1)] * 4, (9, 8)], "b"),  # wins every round: no other measurement
+        ([*[(2, 3)] * 4, (4, 1), *[(3, 2)] * 5], "b"),  # the machine was busy in a first round: once more
+        ([(5, 4), (3, 6), (9, 7), (9, 7), (9, 7)] * 3, "a"),  # it stays busy: the least times
+    ],
+    ids=["all rounds agree", "rounds disagree once", "rounds disagree"],
+)
+def test_the_fastest_library_wins_every_round_or_has_the_least_time(monkeypatch, rounds, fastest):
+    left = [{"a": a, "b": b} for a, b in (*rounds, (1, 2))]
+    monkeypatch.setattr(arithmetic_module, "_alternate", lambda _, count: [left.pop(0) for _ in range(count)])
+    assert arithmetic_module._fastest({"a": None, "b": None}) == fastest and len(left) == 1
 
 
 def test_libraries_that_nobody_stores_are_not_taken(tmp_path):
     measured = fastest_libraries()
-    torn = ({"few": "blas", "more": 1}, OTHERS | {"few": ["blas"]}, OTHERS | {"few": "amx"}, 5)
-    for number, stored in enumerate(torn):
+    damaged = ({"few": "blas", "more": 1}, OTHERS | {"few": ["blas"]}, OTHERS | {"few": "amx"}, 5)
+    for number, stored in enumerate(damaged):
         write(tmp_path / str(number), float32_products=stored)
         assert fastest_libraries(tmp_path / str(number)) == measured
 
@@ -217,7 +189,7 @@ def test_a_runs_identity_and_its_prompt_cache_name_the_libraries(tiny, tmp_path)
     assert workspace.prompt_cache(neuron_gemma=False).identity["host_products"] == OTHERS
 
 
-def test_a_run_begun_with_another_choice_is_resumed_and_the_difference_is_said(tmp_path, capsys):
+def test_a_run_begun_with_another_choice_is_resumed_with_a_message(tmp_path, capsys):
     path, job = tmp_path / "out.resume.safetensors", make_job("rain", Size(64, 64, 9))
     identity = {"seed": 10, "host_dtype": "bfloat16", "host_dtype_speed": 8}
     tensors = {

@@ -78,11 +78,11 @@ def test_an_image_is_encoded_as_ltx_core_does(tiny, dtype):
     encoder = reference(VideoEncoderConfigurator, tiny.checkpoint, VAE_ENCODER_COMFY_KEYS_FILTER, dtype)
     pixels = latent((1, 3, 1, 64, 96)).clip(-1, 1)
     with torch.no_grad():
-        wanted = encoder(pixels.to(dtype))
+        expected = encoder(pixels.to(dtype))
     got = host_models(tiny, dtype).encode_image(pixels)
     assert got.shape == (1, 128, 1, 2, 3)
     assert got.dtype == dtype
-    assert torch.equal(got, wanted)
+    assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize(
@@ -99,10 +99,10 @@ def test_a_latent_is_upsampled_as_ltx_core_does(tiny, tmp_path, kind, shape, sca
     upsampler = reference(LatentUpsamplerConfigurator, path)
     small = latent((1, 128, 3, 2, 4))
     with torch.no_grad():
-        wanted = upsample_video(small, encoder, upsampler)
+        expected = upsample_video(small, encoder, upsampler)
     got = host_models(tiny, **{f"{kind}_upsampler_path": path}).upsample(small, kind)
     assert got.shape == shape
-    assert torch.equal(got, wanted)
+    assert torch.equal(got, expected)
 
 
 @cache
@@ -128,7 +128,7 @@ def decoded_by_ltx_core(path, shape, dtype, tiles="1.2.0"):
 
 @pytest.mark.parametrize("release", ["1.2.0", "1.0.0"])
 def test_frames_are_decoded_in_the_references_default_tiles(tiny, release):
-    wanted, *others = (
+    expected, *others = (
         decoded_by_ltx_core(tiny.checkpoint, VIDEO_SHAPE, torch.float32, tiles).int()
         for tiles in sorted(("1.2.0", "1.0.0", "none"), key=lambda tiles: tiles != release)
     )
@@ -136,7 +136,7 @@ def test_frames_are_decoded_in_the_references_default_tiles(tiny, release):
     got = torch.cat(list(models.decode_video(latent(VIDEO_SHAPE))))
     assert got.shape == (81, 64, 96, 3)
     assert got.dtype == torch.uint8
-    assert (got.int() - wanted).abs().max() <= FRAME_COUNTS
+    assert (got.int() - expected).abs().max() <= FRAME_COUNTS
     assert all((got.int() - other).abs().max() > 10 * FRAME_COUNTS for other in others)
 
 
@@ -154,31 +154,21 @@ def test_frames_in_bfloat16_are_no_further_from_float32_than_ltx_cores_own(tiny)
     assert all(torch.equal(mine, same) for mine, same in zip(wide, exact, strict=True))
 
 
-def generating(tiny, folder, *typed):
-    """The workspace of a command line of generate_ltx23.py."""
+@pytest.mark.parametrize(
+    ("typed", "dtype"),
+    [
+        ("--profile-set host_dtype=float32", torch.float32),
+        ("--profile-set host_dtype=bfloat16 --dtype float32", torch.bfloat16),
+        ("--dtype float32", torch.float32),
+    ],
+)
+def test_the_host_decodes_in_the_profiles_dtype_which_is_recorded(tiny, tmp_path, typed, dtype):
     parser = flags.parser("", "", gemma=False)
     verbs.add_run(parser)
-    common = ["--checkpoint-path", str(tiny.checkpoint), "--artifacts-dir", str(folder)]
-    return flags.workspace(parser.parse_args([*common, "--profile", "cpu", *typed]))
-
-
-def test_what_the_host_decodes_in_is_a_value_of_the_profile_and_recorded(tiny, tmp_path):
-    recorded = {
-        typed: generating(tiny, tmp_path, *typed.split()).identity["host_dtype"]
-        for typed in (
-            "--profile-set host_dtype=float32",
-            "--profile-set host_dtype=bfloat16 --dtype float32",
-            "--dtype float32",
-        )
-    }
-    assert list(recorded.values()) == ["float32", "bfloat16", "float32"]
-
-
-def test_the_engine_decodes_in_what_was_asked_for(tiny, tmp_path):
-    for typed, wanted in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
-        workspace = generating(tiny, tmp_path, "--profile-set", f"host_dtype={typed}")
-        host = Engine(workspace, Recorder()).host
-        assert host.video_decoder.arithmetic.dtype == wanted
+    common = ["--checkpoint-path", str(tiny.checkpoint), "--artifacts-dir", str(tmp_path), "--profile", "cpu"]
+    workspace = flags.workspace(parser.parse_args([*common, *typed.split()]))
+    assert workspace.identity["host_dtype"] == str(dtype).removeprefix("torch.")
+    assert Engine(workspace, Recorder()).host.video_decoder.arithmetic.dtype == dtype
     assert host_models(tiny).video_decoder.arithmetic == FLOAT32
 
 
@@ -188,16 +178,16 @@ def test_a_run_in_bfloat16_encodes_and_upsamples_in_what_is_faster_here(tiny, ch
     exact, theirs = host_models(tiny), host_models(tiny, torch.bfloat16)
     ours = host_models(tiny, torch.bfloat16, arithmetic=chosen)
     for method, value in given.items():
-        wanted, other, got = (
+        expected, other, got = (
             getattr(models, method)(value.bfloat16().to(models.dtype)) for models in (exact, theirs, ours)
         )
         assert got.dtype == torch.bfloat16
-        assert rel(got, wanted) <= 1.2 * rel(other, wanted)
+        assert rel(got, expected) <= 1.2 * rel(other, expected)
         if chosen == FLOAT32:
             # To the bit a run in float32, rounded; that one is ltx-core's to float32's rounding.
             same = getattr(host_models(tiny, arithmetic=chosen), method)(value.bfloat16().float())
             assert torch.equal(got, same.bfloat16())
-            assert rel(same, wanted) < 1e-5
+            assert rel(same, expected) < 1e-5
     weights = [p for p in ours.spatial_upsampler.parameters() if p.ndim == 5 and p.shape[1] > 1]
     laid_out = {p.is_contiguous(memory_format=torch.channels_last_3d) for p in weights}
     assert laid_out == {chosen != FLOAT32}
@@ -213,32 +203,28 @@ def test_a_run_encodes_clips_by_the_fast_convolutions_in_what_its_latents_are_ma
     # In two tiles; in one where oneDNN may have no kernels for bfloat16 and takes minutes.
     frames = 97 if dtype == torch.float32 else 17
     clip = latent((1, 3, frames, 32, 64)).clip(-1, 1).bfloat16().float()
-    got, wanted = host.encode_video(clip), exact.encode_video(clip)
+    got, expected = host.encode_video(clip), exact.encode_video(clip)
     assert got.dtype == dtype
     if dtype == torch.float32:
-        assert rel(got, wanted) < 1e-5
+        assert rel(got, expected) < 1e-5
     else:
-        assert rel(got, wanted) < rel(host_models(tiny, dtype).encode_video(clip), wanted)
-
-
-def test_an_encoder_unlike_the_released_one_is_ltx_cores_own(tiny, tmp_path):
-    vae = metadata_config(tiny.checkpoint)["vae"] | {"spatial_padding_mode": "reflect"}
-    path = rewrite(tiny.checkpoint, tmp_path / "other.safetensors", lambda _: None, {"vae": vae})
-    clip, wanted = (latent((1, 3, 9, 64, 64)).clip(-1, 1), HostModels(path, {"vae": vae}, torch.float32))
-    host = HostModels(path, {"vae": vae}, torch.float32, arithmetic=FLOAT32)
-    assert type(host.video_encoder).__name__ == "VideoEncoder"
-    assert torch.equal(host.encode_video(clip), wanted.encode_video(clip))
+        assert rel(got, expected) < rel(host_models(tiny, dtype).encode_video(clip), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_decoder_unlike_the_released_one_is_ltx_cores_own(tiny, tmp_path, dtype):
+def test_an_encoder_and_a_decoder_unlike_the_released_ones_are_ltx_cores_own(tiny, tmp_path, dtype):
     vae = metadata_config(tiny.checkpoint)["vae"] | {"causal_decoder": True}
     path = rewrite(tiny.checkpoint, tmp_path / "causal.safetensors", lambda _: None, {"vae": vae})
     models = HostModels(path, metadata_config(path), dtype)
-    wanted = decoded_by_ltx_core(path, (1, 128, 2, 2, 3), dtype)
     (frames,) = models.decode_video(latent((1, 128, 2, 2, 3)))
-    assert torch.equal(frames, wanted)
+    assert torch.equal(frames, decoded_by_ltx_core(path, (1, 128, 2, 2, 3), dtype))
     assert type(models.video_decoder).__name__ == "VideoDecoder"
+    vae |= {"spatial_padding_mode": "reflect"}
+    path = rewrite(tiny.checkpoint, tmp_path / "reflect.safetensors", lambda _: None, {"vae": vae})
+    clip = latent((1, 3, 9, 64, 64)).clip(-1, 1)
+    exact, host = (HostModels(path, {"vae": vae}, torch.float32, **more) for more in ({}, {"arithmetic": FLOAT32}))
+    assert type(host.video_encoder).__name__ == "VideoEncoder"
+    assert torch.equal(host.encode_video(clip), exact.encode_video(clip))
 
 
 # --- a clip is written while it is decoded --------------------------------------------------------
@@ -347,13 +333,13 @@ def test_sound_is_decoded_in_float32_whatever_the_dtype(tiny, dtype):
     vocoder = reference(audio_vae.VocoderConfigurator, tiny.checkpoint, audio_vae.VOCODER_COMFY_KEYS_FILTER)
     sound = latent(AUDIO_SHAPE).to(dtype)
     with torch.no_grad():
-        wanted = audio_vae.decode_audio(sound.float(), decoder, vocoder)
+        expected = audio_vae.decode_audio(sound.float(), decoder, vocoder)
     models = host_models(tiny, dtype)
     got = models.decode_audio(sound)
     assert got.shape == (2, (4 * AUDIO_SHAPE[2] - 3) * 480)
     assert got.dtype == torch.float32
-    assert models.sample_rate == wanted.sampling_rate == 48000
-    assert rel(got, wanted.waveform) < SOUND
+    assert models.sample_rate == expected.sampling_rate == 48000
+    assert rel(got, expected.waveform) < SOUND
 
 
 def _encode_fast(host: HostModels) -> None:
@@ -417,54 +403,41 @@ def test_every_wrong_tensor_is_listed_in_one_error(tiny, tmp_path):
     models = host_models(tiny, checkpoint=rewrite(tiny.checkpoint, tmp_path / "damaged.safetensors", damage))
     with pytest.raises(UserError) as error:
         next(models.decode_video(latent((1, 128, 1, 2, 2))))
-    assert "missing: vae.decoder.conv_in.conv.bias" in str(error.value)
-    assert "unexpected: vae.decoder.surplus" in str(error.value)
-    assert "vae.per_channel_statistics.std-of-means: (3,), wanted (128,)" in str(error.value)
-    assert "--checkpoint-path" in str(error.value)
+    for message in (
+        "missing: vae.decoder.conv_in.conv.bias",
+        "unexpected: vae.decoder.surplus",
+        "vae.per_channel_statistics.std-of-means: (3,), wanted (128,)",
+        "--checkpoint-path",
+    ):
+        assert message in str(error.value)
 
-
-def test_statistics_that_nobody_reads_are_left_alone(tiny, tmp_path):
     def add(tensors):
-        tensors["vae.per_channel_statistics.mean-of-stds"] = torch.zeros(128)
+        tensors["vae.per_channel_statistics.mean-of-stds"] = torch.zeros(128)  # nobody reads it
 
     models = host_models(tiny, checkpoint=rewrite(tiny.checkpoint, tmp_path / "older.safetensors", add))
     (frames,) = models.decode_video(latent((1, 128, 1, 2, 2)))
     assert frames.shape == (1, 64, 64, 3)
 
 
-@pytest.mark.parametrize("kind, other", [("spatial", "temporal"), ("temporal", "spatial")])
-def test_an_upsampler_of_the_other_kind_is_refused(tiny, kind, other):
-    models = host_models(tiny, **{f"{kind}_upsampler_path": getattr(tiny, f"{other}_upsampler")})
-    with pytest.raises(UserError, match=f"--{kind}-upsampler-path: wanted a {kind} .* got a {other} upsampler"):
-        models.upsample(latent((1, 128, 3, 2, 3)), kind)
-
-
-def test_a_spatial_upsampler_of_another_factor_is_refused(tiny, tmp_path):
-    path = rewrite(tiny.spatial_upsampler, tmp_path / "x4.safetensors", lambda _: None, {"spatial_scale": 4.0})
-    with pytest.raises(UserError, match="factor 2.*spatial scale 4.0"):
-        host_models(tiny, spatial_upsampler_path=path).upsample(latent((1, 128, 3, 2, 3)))
-
-
-def test_a_file_that_describes_no_upsampler_is_refused(tiny):
-    with pytest.raises(UserError, match="got a transformer of LTX 2.3"):
-        host_models(tiny, spatial_upsampler_path=tiny.checkpoint).upsample(latent((1, 128, 3, 2, 3)))
-
-
-def test_upsampling_without_a_file_names_the_flag_to_type(tiny):
-    with pytest.raises(UserError, match="--temporal-upsampler-path FILE"):
-        host_models(tiny, temporal_upsampler_path=None).upsample(latent((1, 128, 3, 2, 3)), "temporal")
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [(None, "no such file"), (b"version https://git-lfs.github.com/spec/v1", "is not a whole safetensors file")],
-)
-def test_an_unreadable_file_names_the_flag_to_type(tiny, tmp_path, content, message):
-    path = tmp_path / "upsampler.safetensors"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(UserError, match=f"(?s){message}.*--spatial-upsampler-path FILE"):
-        host_models(tiny, spatial_upsampler_path=path).upsample(latent((1, 128, 3, 2, 3)))
+def test_a_file_that_is_no_such_upsampler_is_refused_by_its_flag(tiny, tmp_path):
+    of_four = rewrite(tiny.spatial_upsampler, tmp_path / "x4.safetensors", lambda _: None, {"spatial_scale": 4.0})
+    (tmp_path / "lfs.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
+    kind = "--{}-upsampler-path: wanted a {} .* got a {} upsampler"
+    for name, path, message in (
+        ("spatial", tiny.temporal_upsampler, kind.format("spatial", "spatial", "temporal")),
+        ("temporal", tiny.spatial_upsampler, kind.format("temporal", "temporal", "spatial")),
+        ("spatial", of_four, "factor 2.*spatial scale 4.0"),
+        ("spatial", tiny.checkpoint, "got a transformer of LTX 2.3"),
+        ("temporal", None, "--temporal-upsampler-path FILE"),
+        ("spatial", tmp_path / "absent", "(?s)no such file.*--spatial-upsampler-path FILE"),
+        (
+            *("spatial", tmp_path / "lfs.safetensors"),
+            "(?s)is not a whole safetensors file.*--spatial-upsampler-path FILE",
+        ),
+    ):
+        models = host_models(tiny, **{f"{name}_upsampler_path": path})
+        with pytest.raises(UserError, match=message):
+            models.upsample(latent((1, 128, 3, 2, 3)), name)
 
 
 def test_weights_in_an_unknown_dtype_are_refused_by_name_before_anything_loads(tiny, tmp_path):

@@ -46,9 +46,12 @@ def test_what_changes_a_result_without_an_error_is_a_note(workspace, name):
     assert [text for text, note in zip(expected, found, strict=True) if text not in note] == []
 
 
-def test_a_seed_of_the_python_api_that_looks_like_no_seed_is_a_note(workspace):
-    (note,) = notes(said("--prompt", "rain").replaced(seed=-1), workspace)
+def test_a_seed_that_looks_like_no_seed_is_a_note_and_in_the_sidecar(workspace):
+    job = said("--prompt", "rain").replaced(seed=-1)
+    (note,) = notes(job, workspace)
     assert note.startswith("--seed -1 is a seed like any other")
+    report = Recorder().report(job.describe(), "cpu", 1, {}, {"code": ""})
+    assert sidecar(job, report, [note])["notes"] == [note]
 
 
 @pytest.mark.parametrize("text", [WORDS, FOREIGN, f"  {WORDS}\n", "a" * 5000])
@@ -72,13 +75,6 @@ def test_a_note_of_many_jobs_is_one_line_that_is_printed_once(workspace, capsys)
     seed, cut = capsys.readouterr().out.splitlines()
     assert seed == "line 1 and 29 more: --seed -1 is a seed like any other, not a random one"
     assert cut.startswith("line 31: --prompt has 4,890 tokens")
-
-
-def test_the_sidecar_has_the_notes(workspace):
-    job = said().replaced(seed=-1)
-    report = Recorder().report(job.describe(), "cpu", 1, {}, {"code": ""})
-    found = notes(job, workspace)
-    assert sidecar(job, report, found)["notes"] == found != []
 
 
 def test_the_api_answers_with_the_notes_in_its_own_words(workspace, tmp_path):

@@ -35,7 +35,7 @@ TWO_FRAMES = torch.zeros(2, 4, 4, 3, dtype=torch.uint8)
 
 
 def refused(outputs: OutputPaths, **inputs) -> str:
-    """What the check says; inputs are flags without dashes."""
+    """The message of the check; inputs are flags without dashes."""
     with pytest.raises(UserError) as error:
         outputs.check({f"--{name}": path for name, path in inputs.items()})
     return str(error.value)
@@ -45,10 +45,9 @@ def lines_of(count: int) -> list[Line]:
     return [Line(number, make_job("rain"), "") for number in range(1, count + 1)]
 
 
-def refused_batch(lines: list[Line], folder: Path, **inputs) -> str:
+def refused_batch(folder: Path, count: int = 2, **inputs) -> str:
     with pytest.raises(UserError) as error:
-        read = {f"--{name}": path for name, path in inputs.items()}
-        batch.check_outputs(lines, folder, None, read)
+        batch.check_outputs(lines_of(count), folder, None, {f"--{name}": path for name, path in inputs.items()})
     return str(error.value)
 
 
@@ -60,52 +59,55 @@ def write_state(path: Path) -> None:
 # --- an output is an input ------------------------------------------------------------------------
 
 
-def test_an_output_that_is_linked_with_an_input_is_refused(tmp_path):
-    image = tmp_path / "image.png"
-    image.write_bytes(b"an image")
-    (tmp_path / "out.mp4").symlink_to(image)
-    said = refused(OutputPaths(video=tmp_path / "out.mp4"), image=image)
-    assert said == (f"--image and --output-path are the same file {tmp_path}/out.mp4; pass another --output-path")
-    assert image.read_bytes() == b"an image"
+@pytest.fixture
+def linked(tmp_path):
+    """image.png, which out.mp4 links to; artifacts, which `linked` links to, with a link to a file that is
+    absent; gemma with a link to blob."""
+    for folder in ("artifacts", "gemma"):
+        (tmp_path / folder).mkdir()
+    for name in ("image.png", "blob"):
+        (tmp_path / name).write_bytes(b"content")
+    for link, target in {
+        "out.mp4": "image.png",
+        "linked": "artifacts",
+        "artifacts/out.mp4": tmp_path / "elsewhere.mp4",
+        "gemma/model.safetensors": tmp_path / "blob",
+    }.items():
+        (tmp_path / link).symlink_to(target)
+    return tmp_path
 
 
-def test_an_output_in_a_folder_that_is_linked_is_refused(tmp_path):
-    (tmp_path / "artifacts").mkdir()
-    (tmp_path / "linked").symlink_to("artifacts")
-    for spelled in ("linked/out.mp4", "linked/../artifacts/new/out.mp4"):
-        said = refused(OutputPaths(video=tmp_path / spelled), artifacts=tmp_path / "artifacts")
-        assert "is in the input folder of --artifacts" in said
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "message"),
+    [
+        ({"video": "out.mp4"}, {"image": "image.png"}, "--image and --output-path are the same file {}/out.mp4; pass "),
+        ({"video": "linked/out.mp4"}, {"artifacts": "artifacts"}, "is in the input folder of --artifacts"),
+        (
+            {"video": "linked/../artifacts/new/out.mp4"},
+            {"artifacts": "artifacts"},
+            "is in the input folder of --artifacts",
+        ),
+        ({"video": "artifacts/out.mp4"}, {"artifacts": "artifacts"}, "is in the input folder"),
+        ({"video": "a.mp4", "tensors": "blob"}, {"gemma": "gemma"}, "--gemma and --save-tensors are the same file"),
+        (
+            {"video": "a.mp4", "tensors": "a.resume.safetensors"},
+            {},
+            "the state of --output-path and --save-tensors are the same file",
+        ),
+        ({"video": "a.mp4", "tensors": "new", "report": "new/report.json"}, {}, "{}/new is a file for one of "),
+        ({"video": "a.mp4", "tensors": "new/tensors", "report": "new"}, {}, "{}/new is a file for one of "),
+        ({"video": "a.mp4", "frames": "a.mp4"}, {}, "and a folder for the other"),
+        ({"video": "a.mp4", "report": "a.failure.log"}, {}, "the log of --output-path and --perf-dump-path"),
+    ],
+)
+def test_an_output_over_an_input_or_another_output_is_refused(linked, outputs, inputs, message):
+    before = {path: path.lstat() for path in linked.rglob("*")}
+    outputs, inputs = ({name: linked / path for name, path in paths.items()} for paths in (outputs, inputs))
+    assert message.format(linked) in refused(OutputPaths(**outputs), **inputs)
+    assert {path: path.lstat() for path in linked.rglob("*")} == before
 
 
-def test_an_output_over_a_file_that_a_folder_links_to_is_refused(tmp_path):
-    (tmp_path / "gemma").mkdir()
-    (tmp_path / "blob").write_bytes(b"weights")
-    (tmp_path / "gemma" / "model.safetensors").symlink_to(tmp_path / "blob")
-    outputs = OutputPaths(video=tmp_path / "out.mp4", tensors=tmp_path / "blob")
-    assert "--gemma and --save-tensors are the same file" in refused(outputs, gemma=tmp_path / "gemma")
-
-
-def test_a_link_in_a_folder_that_is_read_is_not_replaced(tmp_path):
-    (tmp_path / "artifacts").mkdir()
-    link = tmp_path / "artifacts" / "out.mp4"
-    link.symlink_to(tmp_path / "elsewhere.mp4")
-    assert "is in the input folder" in refused(OutputPaths(video=link), artifacts=tmp_path / "artifacts")
-
-
-def test_two_outputs_in_one_file_or_one_in_the_other_are_refused(tmp_path):
-    video = tmp_path / "out.mp4"
-    same = refused(OutputPaths(video=video, tensors=tmp_path / "out.resume.safetensors"))
-    assert "the state of --output-path and --save-tensors are the same file" in same
-    for tensors, report in (("new", "new/report.json"), ("new/tensors", "new")):
-        outputs = OutputPaths(video=video, tensors=tmp_path / tensors, report=tmp_path / report)
-        assert f"{tmp_path}/new is a file for one of " in refused(outputs)
-    assert "and a folder for the other" in refused(OutputPaths(video=video, frames=video))
-    log = OutputPaths(video=video, report=tmp_path / "out.failure.log")
-    assert "the log of --output-path and --perf-dump-path" in refused(log)
-    assert os.listdir(tmp_path) == []
-
-
-def test_what_lies_apart_is_accepted_and_nothing_is_made(tmp_path):
+def test_outputs_apart_from_inputs_are_accepted_and_nothing_is_made(tmp_path):
     for folder in ("artifacts", "artifacts of mine"):
         (tmp_path / folder).mkdir()
     outputs = OutputPaths(
@@ -151,15 +153,44 @@ def test_the_api_writes_its_video_over_no_input(tmp_path, tiny):
 # --- files that nobody named ----------------------------------------------------------------------
 
 
-def test_a_sidecar_is_replaced_and_another_file_of_its_name_is_not(tmp_path):
-    path = tmp_path / "out.json"
-    latency_report = {key: SIDECAR[key] for key in ("profile", "tp", "versions", "identity")}
-    for content in ("{}", "[]", "", "my notes", json.dumps(latency_report | {"schema": 1})):
-        path.write_text(content)
-        said = refused(OutputPaths(video=tmp_path / "out.mp4"))
-        assert said == (f"{path} exists and this toolkit did not write it; move it or choose another --output-path")
-    path.write_text(json.dumps(SIDECAR))
-    OutputPaths(video=tmp_path / "out.mp4").check({})
+LATENCY_REPORT = {key: SIDECAR[key] for key in ("profile", "tp", "versions", "identity")} | {"schema": 1}
+
+
+def text(content: str):
+    return lambda path: path.write_text(content)
+
+
+def tensors(write):
+    return lambda path: write(path, {"a": torch.zeros(1)}, {})
+
+
+# What an earlier run wrote, and other files of that name.
+REPLACED = {
+    "out.json": (text(json.dumps(SIDECAR)), *map(text, ("{}", "[]", "", "my notes", json.dumps(LATENCY_REPORT)))),
+    "out.resume.safetensors": (
+        write_state,
+        *(text("weights of mine"), tensors(write_tensors), tensors(write_run_tensors)),  # the last as --save-tensors
+    ),
+    "out.failure.log": (
+        text(f"{MARK}\nall was well\n"),
+        *map(text, ("", "ltx-neuronal notes\n", "notes\nltx-neuron\n", "\xff\xfe")),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_a_runs_own_files_are_replaced_and_other_files_of_their_names_are_not(tmp_path, name):
+    path, outputs = tmp_path / name, OutputPaths(video=tmp_path / "out.mp4")
+    ours, *others = REPLACED[name]
+    for write in (*others, lambda path: os.mkfifo(path), lambda path: path.symlink_to("absent")):
+        path.unlink(missing_ok=True)
+        write(path)
+        assert refused(outputs) == (
+            f"{path} exists and this toolkit did not write it; move it or choose another --output-path"
+        )
+    path.unlink()
+    ours(path)
+    outputs.check({})
 
 
 def test_a_sidecar_that_a_run_writes_is_known_again(tmp_path):
@@ -170,51 +201,29 @@ def test_a_sidecar_that_a_run_writes_is_known_again(tmp_path):
     assert is_sidecar(tmp_path / "out.json") and not is_sidecar(tmp_path / "report.json")
 
 
-def test_a_state_is_replaced_and_another_file_of_its_name_is_not(tmp_path):
-    path = tmp_path / "out.resume.safetensors"
-    path.write_bytes(b"weights of mine")
-    assert f"{path} exists and this toolkit did not" in refused(OutputPaths(tmp_path / "out.mp4"))
-    write_tensors(path, {"a": torch.zeros(1)}, {})
-    assert f"{path} exists and this toolkit did not" in refused(OutputPaths(tmp_path / "out.mp4"))
-    write_run_tensors(path, {"a": torch.zeros(1)}, {})  # as --save-tensors does
-    assert f"{path} exists and this toolkit did not" in refused(OutputPaths(tmp_path / "out.mp4"))
-    write_state(path)
-    OutputPaths(tmp_path / "out.mp4").check({})
-
-
-def test_a_log_is_replaced_and_another_file_of_its_name_is_not(tmp_path):
-    path = tmp_path / "out.failure.log"
-    for content in (b"", b"ltx-neuronal notes\n", b"notes\nltx-neuron\n", b"\xff\xfe"):
-        path.write_bytes(content)
-        assert f"{path} exists and this toolkit did not" in refused(OutputPaths(tmp_path / "out.mp4"))
-    path.write_text(f"{MARK}\nall was well\n")
-    OutputPaths(tmp_path / "out.mp4").check({})
-
-
-@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("absent")])
-def test_what_is_no_file_is_not_replaced(tmp_path, make):
-    make(tmp_path / "out.json")
-    assert "this toolkit did not write it" in refused(OutputPaths(tmp_path / "out.mp4"))
-
-
 # --- frames ---------------------------------------------------------------------------------------
 
 
-def test_an_image_in_the_folder_of_frames_is_refused(tmp_path):
-    list(write_frames(tmp_path / "fr", [TWO_FRAMES]))
+def test_an_input_or_output_with_the_name_of_a_frame_is_refused(tmp_path):
+    frames = tmp_path / "fr"
+    list(write_frames(frames, [TWO_FRAMES]))
     (tmp_path / "soft.png").symlink_to("fr/frame_00001.png")
     for image in ("fr/frame_00001.png", "fr/../fr/frame_00001.png", "soft.png"):
-        said = refused(OutputPaths(tmp_path / "out.mp4", frames=tmp_path / "fr"), image=tmp_path / image)
-        assert "--image and frame_00001.png of --save-frames are the same file" in said
+        message = refused(OutputPaths(tmp_path / "out.mp4", frames=frames), image=tmp_path / image)
+        assert "--image and frame_00001.png of --save-frames are the same file" in message
+    for name in ("tensors", "report"):
+        outputs = OutputPaths(tmp_path / "out.mp4", frames=frames, **{name: frames / "frame_00099.png"})
+        assert "frame_00099.png of --save-frames are the same file" in refused(outputs)
 
 
-def test_pictures_of_others_are_neither_written_over_nor_removed(tmp_path):
+def test_frames_of_an_earlier_run_are_replaced_and_pictures_of_others_are_not(tmp_path):
     folder = tmp_path / "holiday"
     list(write_frames(folder, [TWO_FRAMES]))
-    (folder / "frame_00300.png").write_bytes(b"\x89PNG of others")
     (folder / "notes.txt").write_text("kept")
-    said = refused(OutputPaths(tmp_path / "out.mp4", frames=folder))
-    assert said == (
+    outputs = OutputPaths(tmp_path / "out.mp4", frames=folder)
+    outputs.check({})
+    (folder / "frame_00300.png").write_bytes(b"\x89PNG of others")
+    assert refused(outputs) == (
         f"{folder}/frame_00300.png exists and this toolkit did not write it; pass an empty"
         " folder with --save-frames DIR"
     )
@@ -222,45 +231,20 @@ def test_pictures_of_others_are_neither_written_over_nor_removed(tmp_path):
     assert sorted(os.listdir(folder)) == ["frame_00000.png", "frame_00300.png", "notes.txt"]
 
 
-def test_frames_of_an_earlier_run_are_replaced_beside_files_of_others(tmp_path):
-    list(write_frames(tmp_path, [TWO_FRAMES]))
-    (tmp_path / "notes.txt").write_text("kept")
-    OutputPaths(tmp_path / "out.mp4", frames=tmp_path).check({})
-
-
-def test_no_other_output_has_the_name_of_a_frame(tmp_path):
-    frames = tmp_path / "fr"
-    for name in ("tensors", "report"):
-        outputs = OutputPaths(tmp_path / "out.mp4", frames=frames, **{name: frames / "frame_00099.png"})
-        assert "frame_00099.png of --save-frames are the same file" in refused(outputs)
-
-
 # --- batches --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["0002.json", "0002.mp4", "0001.resume.safetensors", RESULTS])
-def test_an_image_that_has_the_name_of_a_batchs_output_is_refused(tmp_path, name):
-    lines = lines_of(2)
-    (tmp_path / name).write_bytes(b"an image")
-    said = refused_batch(lines, tmp_path, image=tmp_path / name)
-    assert f"--image and {name} of --output-dir are the same file" in said
-
-
-def test_a_prompts_file_is_an_input_and_a_batchs_report_an_output(tmp_path):
-    lines, file = lines_of(1), tmp_path / "0001.json"
-    file.touch()
-    assert "--prompts-file and 0001.json of" in refused_batch(lines, tmp_path, **{"prompts-file": file})
-    folder = tmp_path / "new"
-    with pytest.raises(UserError, match=r"--perf-dump-path and 0001\.json of --output-dir are the"):
-        batch.check_outputs(lines, folder, folder / "0001.json", {})
-
-
-@pytest.mark.parametrize("name", ["0002.json", "0002.mp4", "0002.failure.log", "0002.resume.safetensors"])
-def test_files_of_others_in_the_folder_of_a_batch_are_not_replaced(tmp_path, name):
-    lines = lines_of(2)
+@pytest.mark.parametrize("name", ["0002.json", "0002.mp4", "0002.failure.log", "0002.resume.safetensors", RESULTS])
+def test_inputs_and_files_of_others_in_the_folder_of_a_batch_are_not_replaced(tmp_path, name):
     (tmp_path / name).write_bytes(b"of others")
-    said = refused_batch(lines, tmp_path)
-    assert f"{name} exists and this toolkit did not write it; move it or choose another" in said
+    for flag in ("image", "prompts-file"):
+        message = refused_batch(tmp_path, **{flag: tmp_path / name})
+        assert f"--{flag} and {name} of --output-dir are the same file" in message
+    if name != RESULTS:
+        message = refused_batch(tmp_path)
+        assert f"{name} exists and this toolkit did not write it; move it or choose another" in message
+    with pytest.raises(UserError, match=r"--perf-dump-path and 0001\.json of --output-dir are the"):
+        batch.check_outputs(lines_of(1), tmp_path / "new", tmp_path / "new/0001.json", {})
 
 
 def test_what_an_earlier_batch_made_is_replaced(tmp_path):

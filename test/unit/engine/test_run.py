@@ -78,11 +78,13 @@ def outcomes(results) -> list:
 
 
 @pytest.mark.parametrize("where", ["stage", "decode"])
-def test_the_error_of_one_job_leaves_the_others_and_their_order(engine_of, where):
+def test_the_error_of_one_job_leaves_the_others_and_their_order_or_without_isolation_ends_the_run(engine_of, where):
     engine = engine_of(**{where: fails(1, ValueError("broken"))})
     results = list(engine.run(JOBS, isolate=True))
     assert outcomes(results) == [(0, False), (1, True), (2, False)]
     assert str(results[1].error) == "broken"
+    with pytest.raises(ValueError, match="broken"):
+        list(engine_of(**{where: fails(1, ValueError("broken"))}).run(JOBS))
 
 
 @pytest.mark.parametrize("where", ["stage", "decode"])
@@ -92,12 +94,6 @@ def test_an_error_that_concerns_all_jobs_ends_the_run_after_what_is_finished(eng
     with pytest.raises(type(error)):
         results.extend(engine.run(JOBS, isolate=True))
     assert outcomes(results) == [(0, False)]
-
-
-def test_without_isolation_the_error_of_a_job_is_raised(engine_of):
-    for where in ("stage", "decode"):
-        with pytest.raises(ValueError, match="broken"):
-            list(engine_of(**{where: fails(1, ValueError("broken"))}).run(JOBS))
 
 
 def test_a_job_is_decoded_while_the_next_one_runs_its_stages(engine_of):

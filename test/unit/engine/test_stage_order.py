@@ -28,7 +28,7 @@ class Holder:
 
 
 @pytest.mark.parametrize(
-    ("jobs", "loaded", "wanted"),
+    ("jobs", "loaded", "expected"),
     [
         (["a", "b", "a"], None, ["0a", "2a", "1b"]),  # equal sets together
         (["ab", "ab"], None, ["0a", "1a", "0b", "1b"]),  # stage 2 after stage 1
@@ -40,8 +40,8 @@ class Holder:
         (["ab", "ba"], None, ["0a", "0b", "1b", "1a"]),  # one set is loaded twice
     ],
 )
-def test_stages_of_one_weight_set_run_together(jobs, loaded, wanted):
-    assert order(jobs, loaded) == wanted
+def test_stages_of_one_weight_set_run_together(jobs, loaded, expected):
+    assert order(jobs, loaded) == expected
 
 
 def test_a_job_without_stages_left_comes_first():

@@ -85,11 +85,17 @@ def test_a_predicted_length_is_refused_before_a_cluster_is_asked(split, tmp_path
 
 
 def test_finished_videos_get_their_names_and_their_jobs_go(tmp_path, monkeypatch):
-    assert made(tmp_path, monkeypatch, ["waves", "bad", "birds"]) == ["waves", "bad", "birds"]
-    assert (tmp_path / "0001.mp4").read_text() == "waves"
-    assert (tmp_path / "0003.mp4").read_text() == "birds"
-    assert not (tmp_path / "0002.mp4").exists()
-    assert list((tmp_path / "jobs").iterdir()) == []
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
+        folder.mkdir()
+    assert made(first, monkeypatch, ["waves", "bad", "birds"]) == ["waves", "bad", "birds"]
+    assert {path.name: path.read_text() for path in first.glob("*.mp4")} == {"0001.mp4": "waves", "0003.mp4": "birds"}
+    assert list((first / "jobs").iterdir()) == []
+    made(second, monkeypatch, ["waves", "birds"], patience=0)
+    with closing(Queue(second / "queue.sqlite", second / "jobs")) as queue:
+        Pool(queue, None, [], 1, 1, [])._make_one()  # just before a kill
+    assert made(second, monkeypatch, ["waves", "birds"]) == ["birds"]
+    assert (second / "0001.mp4").read_text() == "waves"
 
 
 def test_an_interrupted_run_goes_on_with_its_own_jobs_but_not_with_those_that_failed_or_changed(tmp_path, monkeypatch):
@@ -98,15 +104,6 @@ def test_an_interrupted_run_goes_on_with_its_own_jobs_but_not_with_those_that_fa
     assert made(tmp_path, monkeypatch, ["waves", "rain", "wind"]) == ["wind", "rain"]
     assert (tmp_path / "0002.mp4").read_text() == "rain"
     assert len(before) == 2 and list((tmp_path / "jobs").iterdir()) == []
-
-
-def test_a_video_that_was_made_just_before_a_kill_is_taken(tmp_path, monkeypatch):
-    made(tmp_path, monkeypatch, ["waves", "birds"], patience=0)
-    with closing(Queue(tmp_path / "queue.sqlite", tmp_path / "jobs")) as queue:
-        pool = Pool(queue, None, [], 1, 1, [])
-        pool._make_one()
-    assert made(tmp_path, monkeypatch, ["waves", "birds"]) == ["birds"]
-    assert (tmp_path / "0001.mp4").read_text() == "waves"
 
 
 def test_a_line_of_a_job_says_all_of_it(tmp_path):
@@ -123,40 +120,38 @@ def test_a_line_of_a_job_says_all_of_it(tmp_path):
         assert job_of(json.loads(json.dumps(job.to_line())), tmp_path).describe() == job.describe()
 
 
-def test_cores_that_were_set_as_a_range_are_read_and_unset_ones_refused(monkeypatch):
-    from ltx_neuron.fleet import cluster as rays
-
-    profile = resolve("trn2.48xlarge", ())
-    monkeypatch.setenv(rays.VISIBLE, "4-7")
-    assert rays.check_cores(profile, 4) == [4, 5, 6, 7]
-    assert os.environ[rays.VISIBLE] == "4,5,6,7"
-    monkeypatch.delenv(rays.VISIBLE)
-    with pytest.raises(UserError, match="RAY_EXPERIMENTAL_NOSET"):
-        rays.check_cores(profile, 4)
+BOTH = "context_parallel=2", "guidance_parallel=2", "backend=torchdist"
 
 
-def test_a_layout_of_several_chips_takes_whole_chips_that_follow_each_other(monkeypatch):
-    from ltx_neuron.fleet import cluster as rays
+@pytest.mark.parametrize(
+    ("settings", "visible", "cores"),
+    [
+        ((), "4-7", range(4, 8)),
+        (("context_parallel=4",), "16-31", range(16, 32)),
+        (BOTH, "8-23", range(8, 24)),
+        ((), None, "RAY_EXPERIMENTAL_NOSET"),
+        ((), "2-5", "4 ranks begin at a multiple of 4 cores(.|\n)*take 4 neuron"),
+        (("context_parallel=4",), "2-17", "multiple of 16 cores, to have whole(.|\n)*take 16 neuron"),
+        # Chips 1 to 4, of which 0 to 3 are a row.
+        (("context_parallel=4",), "4-19", "'4-19': 16 ranks begin at a multiple of 16 cores"),
+        (("context_parallel=4",), "0-7,16-23", "the cores of a run follow each other"),
+    ],
+)
+def test_a_replica_takes_the_visible_cores_if_they_are_whole_chips_that_follow_each_other(
+    monkeypatch, settings, visible, cores
+):
+    from ltx_neuron.fleet import cluster
 
-    row = resolve("trn2.48xlarge", ("context_parallel=4",))
-    monkeypatch.setenv(rays.VISIBLE, "16-31")
-    assert rays.check_cores(row, 4) == [*range(16, 32)]
-    monkeypatch.setenv(rays.VISIBLE, "2-17")
-    with pytest.raises(UserError, match="multiple of 16 cores, to have whole(.|\n)*take 16 neuron"):
-        rays.check_cores(row, 4)
-    monkeypatch.setenv(rays.VISIBLE, "4-19")  # chips 1 to 4, of which 0 to 3 are a row
-    with pytest.raises(UserError, match="'4-19': 16 ranks begin at a multiple of 16 cores"):
-        rays.check_cores(row, 4)
-    both = resolve("trn2.48xlarge", ("context_parallel=2", "guidance_parallel=2", "backend=torchdist"))
-    monkeypatch.setenv(rays.VISIBLE, "8-23")
-    assert rays.check_cores(both, 4) == [*range(8, 24)]
-    monkeypatch.setenv(rays.VISIBLE, "0-7,16-23")
-    with pytest.raises(UserError, match="the cores of a run follow each other"):
-        rays.check_cores(row, 4)
-    chip = resolve("trn2.48xlarge", ())
-    monkeypatch.setenv(rays.VISIBLE, "2-5")
-    with pytest.raises(UserError, match="4 ranks begin at a multiple of 4 cores(.|\n)*take 4 neuron"):
-        rays.check_cores(chip, 4)
+    profile = resolve("trn2.48xlarge", settings)
+    monkeypatch.delenv(cluster.VISIBLE, raising=False)
+    if visible:
+        monkeypatch.setenv(cluster.VISIBLE, visible)
+    if isinstance(cores, str):
+        with pytest.raises(UserError, match=cores):
+            cluster.check_cores(profile, 4)
+    else:
+        assert cluster.check_cores(profile, 4) == [*cores]
+        assert os.environ[cluster.VISIBLE] == ",".join(map(str, cores))
 
 
 @pytest.fixture

@@ -43,27 +43,22 @@ def test_the_result_and_the_error_are_the_callers():
         result_of(lambda: 1 / 0)
 
 
-def test_it_runs_at_the_same_time_as_its_caller():
-    asked, answered = threading.Event(), threading.Event()
+def test_functions_run_beside_their_caller_and_one_after_another():
+    requested, order = threading.Event(), []
 
-    def answer() -> str:
-        assert asked.wait(allowed(SOON))
-        answered.set()
+    def first() -> str:
+        assert requested.wait(allowed(SOON))
+        order.append(1)
+        time.sleep(0.01)
+        order.append(2)
         return "answered"
 
     with Background() as thread:
-        future = thread.submit(answer)
-        asked.set()
-        assert answered.wait(allowed(SOON))
-        assert wait_for(future) == "answered"
-
-
-def test_functions_run_one_after_another():
-    order = []
-    with Background() as thread:
-        futures = [thread.submit(lambda n=n: order.append(n) or time.sleep(0.01) or order.append(n)) for n in range(3)]
-        wait_for(futures[-1])
-    assert order == [0, 0, 1, 1, 2, 2]
+        futures = [thread.submit(first), thread.submit(lambda: order.append(3))]
+        requested.set()
+        assert wait_for(futures[0]) == "answered"
+        wait_for(futures[1])
+    assert order == [1, 2, 3]
 
 
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt])
@@ -88,16 +83,11 @@ def test_cancelling_ends_nested_threads_and_leaves_their_with_blocks():
         finally:
             left.append(True)
 
-    with within(SOON), Background() as thread:
-        thread.submit(outer)
-        time.sleep(0.05)
+    for arguments in ((outer,), (result_of, run_for_ever)):  # the second one waits for another thread
+        with within(SOON), Background() as thread:
+            thread.submit(*arguments)
+            time.sleep(0.05)
     assert left == [True]
-
-
-def test_a_thread_that_waits_for_another_can_be_cancelled():
-    with within(SOON), Background() as thread:
-        thread.submit(result_of, run_for_ever)
-        time.sleep(0.05)
 
 
 def test_ctrl_c_while_waiting_cancels_the_function():
@@ -176,21 +166,34 @@ def counted(count: int, made: list[int]):
         made.append(-1)
 
 
-def test_of_what_is_made_ahead_one_item_waits_while_the_next_is_made():
-    made, seen = [], []
+def test_while_a_prefetched_item_is_used_one_waits_and_the_next_is_made():
+    made, taken = [], []
     with closing(prefetch(counted(6, made))) as items:
         for item in items:
             time.sleep(0.02)  # of three: one is taken, one waits, one is made and finds no room
-            seen.append((item, max(made)))
-    assert [item for item, _ in seen] == list(range(6)) and made == [*range(6), -1]
-    assert [last for _, last in seen] == [2, 3, 4, 5, 5, 5]
-
-
-def test_an_error_of_what_is_made_ahead_comes_after_the_items_before_it():
+            taken.append((item, max(made)))
+    assert [item for item, _ in taken] == list(range(6)) and made == [*range(6), -1]
+    assert [last for _, last in taken] == [2, 3, 4, 5, 5, 5]
     with closing(prefetch(1 // (2 - number) for number in range(5))) as items:
         assert (next(items), next(items)) == (0, 1)
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(ZeroDivisionError):  # after the items before it
             next(items)
+
+
+def test_prefetched_items_are_closed_in_the_thread_that_made_them():
+    threads = []
+
+    def items():
+        try:
+            while True:
+                threads.append(threading.get_ident())
+                yield 0
+        finally:
+            threads.append(threading.get_ident())
+
+    with closing(prefetch(items())) as prefetched:
+        next(prefetched)
+    assert len({*threads}) == 1 and threads[0] != threading.get_ident()
 
 
 @pytest.mark.parametrize("error", [None, OSError(28, "No space left on device")])
@@ -218,19 +221,3 @@ def test_who_waits_for_what_is_made_ahead_can_be_cancelled():
     with within(SOON), Background() as thread:
         thread.submit(take)
         assert waiting.wait(allowed(SOON))
-
-
-def test_what_is_made_ahead_is_closed_in_the_thread_that_made_it():
-    threads = []
-
-    def items():
-        try:
-            while True:
-                threads.append(threading.get_ident())
-                yield 0
-        finally:
-            threads.append(threading.get_ident())
-
-    with closing(prefetch(items())) as made:
-        next(made)
-    assert len({*threads}) == 1 and threads[0] != threading.get_ident()

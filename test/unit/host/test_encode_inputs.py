@@ -1,5 +1,5 @@
-"""What a job is given as tensors: against ltx-core's encoders, loaded by its own loader, on what
-ltx-pipelines reads of the same files; and what is wrong with a file, said before a model loads."""
+"""A job's input files as tensors, against ltx-core's encoders, loaded by its own loader, on what
+ltx-pipelines reads of the same files; and files that are refused before a model loads."""
 
 import json
 
@@ -18,13 +18,10 @@ from jobs import make_job, read_clip, replace
 from PIL import Image
 from safetensors import safe_open
 
-from ltx_neuron import flags
 from ltx_neuron.engine import preflight
 from ltx_neuron.engine.decode import Decoder
 from ltx_neuron.engine.resume import JobRun, restore_state, save_state
-from ltx_neuron.engine.run import Engine
 from ltx_neuron.errors import UserError
-from ltx_neuron.flags import verbs
 from ltx_neuron.host.arithmetic import FLOAT32
 from ltx_neuron.host.encode_inputs import check, encode
 from ltx_neuron.host.images import fill
@@ -116,7 +113,7 @@ def ic_lora(*references, frames=25, mask=None, size=(64, 96)):
     return make_job("", Size(*size, frames), references=references, attention_mask=mask)
 
 
-# --- a given sound --------------------------------------------------------------------------------
+# --- an input sound -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -127,33 +124,33 @@ def ic_lora(*references, frames=25, mask=None, size=(64, 96)):
         ("film.mp4", 9, 30.0, 0.31, None, 8),
     ],
 )
-def test_a_sound_is_encoded_cut_to_the_video_and_kept_as_it_is(
+def test_a_sound_is_encoded_cut_to_the_video_and_its_waveform_is_unchanged(
     files, host, theirs, name, frames, rate, start, duration, latents
 ):
-    given = a2v(files / name, frames, rate, start_time=start, max_duration=duration)
-    check(given)
-    got = encode(host, given)
+    job = a2v(files / name, frames, rate, start_time=start, max_duration=duration)
+    check(job)
+    tensors = encode(host, job)
     seconds = duration or frames / rate
     mel, latent = sound_latent(theirs, host, files / name, start, seconds)
-    assert got.keys() == {"mel", "audio_latent", "waveform", "waveform_rate"}
-    assert torch.equal(got["mel"], mel)
-    assert got["audio_latent"].shape == (1, 8, latents, 16)
-    assert torch.equal(got["audio_latent"], latent[:, :, :latents])
+    assert tensors.keys() == {"mel", "audio_latent", "waveform", "waveform_rate"}
+    assert torch.equal(tensors["mel"], mel)
+    assert tensors["audio_latent"].shape == (1, 8, latents, 16)
+    assert torch.equal(tensors["audio_latent"], latent[:, :, :latents])
     sound = read_sound(files / name, "--audio-path", start, seconds)
-    assert torch.equal(got["waveform"], sound.samples) and got["waveform_rate"] == sound.rate
-    assert got["waveform"].shape == (2, round(seconds * sound.rate))
+    assert torch.equal(tensors["waveform"], sound.samples) and tensors["waveform_rate"] == sound.rate
+    assert tensors["waveform"].shape == (2, round(seconds * sound.rate))
 
 
-def test_a_mono_sound_is_taken_twice_and_said(tmp_path, host, capsys):
+def test_a_mono_sound_is_used_for_both_channels_with_a_message(tmp_path, host, capsys):
     path = write_wav(tmp_path / "mono.wav", tone(22050, 1.0)[:1], 22050)
     check(a2v(path, 9))
     assert capsys.readouterr().out == ""
-    got = encode(host, a2v(path, 9))
+    tensors = encode(host, a2v(path, 9))
     assert capsys.readouterr().out.count("mono sound, used for both channels") == 1
-    assert got["waveform"].shape == (2, 8269)
-    assert torch.equal(got["waveform"][0], got["waveform"][1])
+    assert tensors["waveform"].shape == (2, 8269)
+    assert torch.equal(*tensors["waveform"])
     both = write_wav(tmp_path / "both.wav", tone(22050, 1.0)[:1].expand(2, -1), 22050)
-    assert torch.equal(got["audio_latent"], encode(host, a2v(both, 9))["audio_latent"])
+    assert torch.equal(tensors["audio_latent"], encode(host, a2v(both, 9))["audio_latent"])
 
 
 @pytest.mark.parametrize("frames, rate", [(25, 24.0), (9, 24.0), (33, 25.0), (121, 30.0), (9, 60.0)])
@@ -167,47 +164,37 @@ def test_a_sound_as_long_as_the_video_is_long_enough(tmp_path, frames, rate, sam
 
 
 @pytest.mark.parametrize("rate, samples", [(44100, 17640), (44100, 17641), (16000, 6559), (8000, 999)])
-def test_latents_of_a_sound_are_counted_as_the_encoder_makes_them(host, rate, samples):
+def test_latents_of_a_sound_are_counted_as_the_encoder_makes_them(host, tmp_path, rate, samples):
     _, latent = host.encode_audio(Sound(randn(2, samples), rate))
     assert sound_latent_frames(samples, rate) == latent.shape[2]
+    one_frame = a2v(write_wav(tmp_path / "a.wav", tone(rate, 1.0), rate), 1, 30.0)
+    assert encode(host, one_frame)["audio_latent"].shape == (1, 8, 1, 16)
 
 
-def test_a_short_sound_is_said_with_how_long_it_must_be_and_what_to_type(files):
-    given = a2v(files / "sound.wav", 49, start_time=0.5)
-    with pytest.raises(UserError) as error:
-        check(given)
-    assert "got 1.50 s of sound from --audio-start-time 0.5 on, wanted 2.04 s (49 frames at" in str(error.value)
-    assert "type --num-frames 33" in str(error.value)
-    check(a2v(files / "sound.wav", 33, start_time=0.5))
-    with pytest.raises(UserError, match="with --audio-max-duration 0.4, .* leave --audio-max-durat"):
-        check(a2v(files / "sound.wav", 25, max_duration=0.4))
-
-
-@pytest.mark.parametrize("rate", [48000, 44100, 8000])
-def test_one_picture_is_long_enough_for_a_sound(tmp_path, host, rate):
-    got = encode(host, a2v(write_wav(tmp_path / "a.wav", tone(rate, 1.0), rate), 1, 30.0))
-    assert got["audio_latent"].shape == (1, 8, 1, 16)
-
-
-def test_what_is_no_usable_sound_is_a_users_error(files, tmp_path):
+def test_a_sound_that_cannot_be_used_is_refused(files, tmp_path):
     surround = write_wav(tmp_path / "5.1.wav", torch.zeros(6, 48000), 48000)
     odd = write_wav(tmp_path / "odd.wav", torch.zeros(2, 45000), 44999)
     broken = torch.full((2, 8000), torch.nan).T.reshape(1, -1).numpy()
     broken = write_sound(tmp_path / "nan.wav", broken, 48000, "pcm_f32le", format="flt")
     tiny_sound = write_wav(tmp_path / "tiny.wav", torch.zeros(2, 200), 48000)
-    for path, settings, message in (
-        (files / "mask.mp4", {}, "mask.mp4 has no sound: pass another file with --audio-path"),
-        (files / "sound.wav", {"start_time": 9.0}, "ends before --audio-start-time 9"),
-        (files / "film.mp4", {"start_time": 9.0}, "ends before --audio-start-time 9"),
-        (files / "sound.wav", {"start_time": 1.999999}, "got 0.00 s of sound from --audio-start"),
-        (surround, {}, "6 channels of sound, wanted 1 or 2.\nType: ffmpeg .* -ac 2 "),
-        (odd, {}, "44999 samples of sound per second.*\nType: ffmpeg .* -ar 48000"),
-        (broken, {}, "nan.wav has samples that are NaN or Inf"),
-        (tiny_sound, {}, "got 0.00 s of sound, wanted 0.04 s"),
-        (tmp_path / "none.wav", {}, "--audio-path"),
+    sound, late = files / "sound.wav", {"start_time": 9.0}
+    for path, frames, settings, message in (
+        (sound, 49, {"start_time": 0.5}, r"got 1.50 s of sound from --audio-start-time 0.5 on, wanted 2.04 s \(49 fr"),
+        (sound, 49, {"start_time": 0.5}, "type --num-frames 33"),
+        (sound, 25, {"max_duration": 0.4}, "with --audio-max-duration 0.4, .* leave --audio-max-durat"),
+        (files / "mask.mp4", 1, {}, "mask.mp4 has no sound: pass another file with --audio-path"),
+        (sound, 1, late, "ends before --audio-start-time 9"),
+        (files / "film.mp4", 1, late, "ends before --audio-start-time 9"),
+        (sound, 1, {"start_time": 1.999999}, "got 0.00 s of sound from --audio-start"),
+        (surround, 1, {}, "6 channels of sound, wanted 1 or 2.\nType: ffmpeg .* -ac 2 "),
+        (odd, 1, {}, "44999 samples of sound per second.*\nType: ffmpeg .* -ar 48000"),
+        (broken, 1, {}, "nan.wav has samples that are NaN or Inf"),
+        (tiny_sound, 1, {}, "got 0.00 s of sound, wanted 0.04 s"),
+        (tmp_path / "none.wav", 1, {}, "--audio-path"),
     ):
         with pytest.raises(UserError, match=message):
-            check(a2v(path, 1, **settings))
+            check(a2v(path, frames, **settings))
+    check(a2v(sound, 33, start_time=0.5))
 
 
 # --- retake ---------------------------------------------------------------------------------------
@@ -248,18 +235,17 @@ def test_a_long_video_is_encoded_in_upstreams_tiles(files, host, theirs):
     assert rel(got, whole) > SHOWS
 
 
-def test_behind_a_sound_that_ends_early_are_zeros_and_a_silent_video_has_no_latent_of_sound(
+def test_a_sound_that_ends_early_is_followed_by_zeros_and_a_silent_video_has_no_audio_latent(
     files, host, theirs, tmp_path
 ):
     assert encode(host, retake(files / "mask.mp4", 25)).keys() == {"video_latent"}
-    frames, sound = picture_frames(25, 64, 96, 3), tone(48000, 0.5)
-    path = write_film(tmp_path / "half.mkv", frames, sound=sound)
+    path = write_film(tmp_path / "half.mkv", picture_frames(25, 64, 96, 3), sound=tone(48000, 0.5))
     check(retake(path, 25))
-    got = encode(host, retake(path, 25))["audio_latent"]
+    audio = encode(host, retake(path, 25))["audio_latent"]
     _, latent = sound_latent(theirs, host, path, 0.0, 25 / 24)
-    assert got.shape == (1, 8, 26, 16) and latent.shape[2] < 26
-    assert torch.equal(got[:, :, : latent.shape[2]], latent)
-    assert (got[:, :, latent.shape[2] :] == 0).all()
+    assert audio.shape == (1, 8, 26, 16) and latent.shape[2] < 26
+    assert torch.equal(audio[:, :, : latent.shape[2]], latent)
+    assert (audio[:, :, latent.shape[2] :] == 0).all()
 
 
 def test_a_video_whose_times_do_not_begin_at_0_is_the_same_source_of_a_retake(tmp_path, host):
@@ -300,23 +286,18 @@ def test_a_reference_is_encoded_whole_in_its_own_size_and_step(tmp_path, host, t
 
 
 def test_an_image_as_a_reference_is_encoded_as_a_video_of_equal_frames(tmp_path, host, theirs):
-    picture = picture_frames(1, 100, 130, 5)[0].numpy()
-    path = tmp_path / "sheet.png"
+    picture, path = picture_frames(1, 100, 130, 5)[0].numpy(), tmp_path / "sheet.png"
     Image.fromarray(picture).save(path)
     (reference,) = Job(num_frames=17, video_conditioning=[(str(path), 1.0)]).references
     assert reference.still and reference.frames(Size(num_frames=17)) == 17
-    given = ic_lora(reference, frames=17)
-    check(given)
-    seen = fill(picture, 64, 96).expand(-1, -1, 17, -1, -1)
+    job = ic_lora(reference, frames=17)
+    check(job)
+    repeated = fill(picture, 64, 96).expand(-1, -1, 17, -1, -1)
     with torch.no_grad():
-        assert rel(encode(host, given)["reference_latent"], theirs[0](seen)) < ENCODED
-
-
-def test_an_image_that_cannot_be_a_reference_is_refused_by_its_flag(tmp_path):
-    path = tmp_path / "sheet.png"
+        assert rel(encode(host, job)["reference_latent"], theirs[0](repeated)) < ENCODED
     path.write_bytes(b"no image")
     with pytest.raises(UserError, match="sheet.png cannot be read.*\n.*--video-conditioning FILE"):
-        check(ic_lora(ReferenceVideo(str(path), 1.0, 17, still=True), frames=17))
+        check(job)
 
 
 def test_a_long_reference_is_not_encoded_in_tiles(files, host, theirs):
@@ -326,42 +307,31 @@ def test_a_long_reference_is_not_encoded_in_tiles(files, host, theirs):
         assert rel(got, theirs[0](pixels(files / "long.mp4", 32, 64, 89))) < ENCODED
 
 
-def test_a_mask_weighs_the_tokens_of_all_references_in_order(files, host):
+def test_a_mask_weighs_the_tokens_of_all_references_in_order(files, host, tiny):
     from ltx_core.types import VideoLatentShape
     from ltx_pipelines.ic_lora import ICLoraPipeline
 
     first = ReferenceVideo(files / "film.mp4", 1.0, 25, 1, 2)
-    second = replace(first, strength=0.5)
     mask = AttentionMask(files / "mask.mp4", 0.6)
-    given = ic_lora(first, second, mask=mask)
-    check(given)
-    got = encode(host, given)
+    job = ic_lora(first, replace(first, strength=0.5), mask=mask)
+    check(job)
+    tensors = encode(host, job)
     grey = pixels(mask.path, 64, 96, 25).mean(dim=1, keepdim=True)
     grey = ((grey + 1) / 2).clamp(0, 1)
-    wanted = [
-        ICLoraPipeline._downsample_mask_to_latent(grey, VideoLatentShape(1, 128, *shape)) * 0.6
-        for shape in ((2, 2, 3), (2, 2, 3))
-    ]
-    assert torch.equal(got["reference_attention"], torch.cat(wanted, dim=1))
-    assert got.keys() == {"reference_latent", "reference_latent_1", "reference_attention"}
-
-
-def test_in_bfloat16_pixels_and_mask_are_bfloat16_throughout(files, tiny, host):
+    weights = ICLoraPipeline._downsample_mask_to_latent(grey, VideoLatentShape(1, 128, 2, 2, 3)) * 0.6
+    assert torch.equal(tensors["reference_attention"], torch.cat([weights, weights], dim=1))
+    assert tensors.keys() == {"reference_latent", "reference_latent_1", "reference_attention"}
     half = HostModels(tiny.checkpoint, host.config, torch.bfloat16, arithmetic=FLOAT32)
-    mask = AttentionMask(files / "mask.mp4", 0.6)
-    given = ic_lora(ReferenceVideo(files / "film.mp4", 1.0, 25), mask=mask)
-    got, full = encode(half, given), encode(host, given)["reference_attention"]
-    assert {name: tensor.dtype for name, tensor in got.items()} == dict.fromkeys(
-        ("reference_latent", "reference_attention"), torch.bfloat16
-    )
-    assert 1e-4 < rel(got["reference_attention"].float(), full) < 1e-2
+    rounded = encode(half, job)
+    assert rounded.keys() == tensors.keys() and {tensor.dtype for tensor in rounded.values()} == {torch.bfloat16}
+    assert 1e-4 < rel(rounded["reference_attention"].float(), tensors["reference_attention"]) < 1e-2
 
 
-def test_what_is_wrong_with_references_and_masks_is_said_before_they_are_read(files, tmp_path):
+def test_references_and_masks_that_do_not_fit_are_refused_before_they_are_read(files, tmp_path):
     film = ReferenceVideo(files / "film.mp4", 1.0, 25)
     short = write_film(tmp_path / "short.mp4", picture_frames(12, 64, 96, 3))
     thin = write_film(tmp_path / "thin.mp4", picture_frames(9, 2, 1600, 3))
-    for given, message in (
+    for job, message in (
         (ic_lora(film, mask=AttentionMask(short, 1.0)), "got 12 frames for the 4 latent frames"),
         (ic_lora(film, mask=AttentionMask(files / "sound.wav", 1.0)), "sound.wav has no video"),
         (ic_lora(ReferenceVideo(short, 1.0, 25)), "got 12 frames, wanted 25"),
@@ -369,7 +339,7 @@ def test_what_is_wrong_with_references_and_masks_is_said_before_they_are_read(fi
         (ic_lora(ReferenceVideo(tmp_path / "no.mp4", 1.0, 9)), "--video-conditioning"),
     ):
         with pytest.raises(UserError, match=message):
-            check(given)
+            check(job)
 
 
 # --- dubbing --------------------------------------------------------------------------------------
@@ -457,10 +427,6 @@ def run_of(job, **tensors):
     return run
 
 
-def given_sound(files, host):
-    return encode(host, a2v(files / "sound.wav"))
-
-
 def test_of_two_stages_a_reference_is_encoded_at_half_the_size(files, host):
     reference = ReferenceVideo(files / "film.mp4", 1.0, 25)
     job = make_job("rain", Size(128, 192, 25, two_stage=True), references=(reference,))
@@ -469,88 +435,61 @@ def test_of_two_stages_a_reference_is_encoded_at_half_the_size(files, host):
     assert torch.equal(encode(host, job)["reference_latent"], encode(host, ic_lora(reference))["reference_latent"])
 
 
-def test_the_given_sound_is_what_is_heard_and_nothing_of_it_is_decoded(files, tiny, host, tmp_path):
+def test_the_input_sound_is_the_videos_sound_and_is_not_decoded(files, tiny, host, tmp_path):
     job = job_with(SoundCondition(files / "sound.wav"))
     decoder = HostModels(tiny.checkpoint, host.config, torch.float32)
-    run = run_of(job, **given_sound(files, host))
+    run = run_of(job, **encode(host, a2v(files / "sound.wav")))
     run.finish(job.stages[1], randn(1, 128, 4, 2, 3), randn(1, 8, 26, 16))
     path, clips = tmp_path / "a.mp4", []
     write = lambda clip: clips.append(clip.write(path))  # noqa: E731
     result = Decoder(decoder, Recorder(), ahead=False).result(run, write)
     assert clips and not {"audio_decoder", "vocoder"} & vars(decoder).keys()
-    assert result.sample_rate == 44100
-    assert torch.equal(result.waveform, tone_of(files)) and "waveform_rate" in result.tensors
-    heard, rate = read_sound(path, "--audio-path")
-    heard = heard[:, 2048 : result.waveform.shape[1]]
+    assert result.sample_rate == 44100 and "waveform_rate" in result.tensors
+    assert torch.equal(result.waveform, read_sound(files / "sound.wav", "", 0.0, 25 / 24).samples)
+    samples, rate = read_sound(path, "--audio-path")
     assert rate == 44100
-    assert rel(heard, result.waveform[:, 2048:]) < 0.1
+    assert rel(samples[:, 2048 : result.waveform.shape[1]], result.waveform[:, 2048:]) < 0.1
 
 
-def tone_of(files):
-    return read_sound(files / "sound.wav", "--audio-path", 0.0, 25 / 24).samples
-
-
-def test_the_models_of_a_job_are_those_that_encode_and_decode_what_it_has(files):
-    names = preflight._host_models
-    sound, retaken = SoundCondition("a.wav"), Retake("a.mp4", 0.0, 1.0)
-    size = Size(64, 96, 9)
-    assert {"audio_encoder"} == set(names(make_job("a", size, sound=sound))) - {"video_decoder"}
-    with_video = set(names(make_job("a", size, retake=retaken)))
-    assert {"audio_encoder", "video_encoder", "vocoder"} < with_video
-    reference = (ReferenceVideo("a.mp4", 1.0, 9),)
-    assert "video_encoder" in names(make_job("a", size, references=reference))
-    both = make_job("a", size, dubbing=reference[0], reference_sound=ReferenceAudio("a.mp4", 9))
-    assert {"audio_encoder", "video_encoder", "vocoder"} < set(names(both))
-    assert not {"audio_encoder", "video_encoder"} & set(names(make_job("a", size)))
-
-
-def test_a_file_that_does_not_do_is_said_before_anything_else_is_looked_for(files, tiny, tmp_path):
-    parser = flags.parser("", "", gemma=False)
-    verbs.add_run(parser)
-    typed = ["--checkpoint-path", str(tiny.checkpoint), "--artifacts-dir", str(tmp_path)]
-    typed += ["--profile", "cpu", "--profile-set", "host_dtype=float32"]
-    workspace = flags.workspace(parser.parse_args(typed))
-    with Engine(workspace, Recorder()) as engine:
-        for sound, message in (
-            (SoundCondition(files / "mask.mp4"), "has no sound"),
-            (SoundCondition(files / "sound.wav", 1.5), "is shorter than the video"),
-        ):
-            with pytest.raises(UserError, match=message):
-                engine.preflight.check([make_job("rain", Size(64, 96, 25), sound=sound)])
-
-
-def saved_state(files, host, folder, drop=(), **changed):
-    job, path = job_with(SoundCondition(files / "sound.wav")), folder / "a.resume.safetensors"
-    run = run_of(job, **given_sound(files, host))
-    run.finish(job.stages[0], randn(1, 128, 4, 1, 1), run.tensors["audio_latent"].clone())
-    run.tensors |= changed
-    run.tensors = {name: value for name, value in run.tensors.items() if name not in drop}
-    save_state(path, run, {"seed": 10})
-    return path, job, run
-
-
-def test_a_run_that_was_given_its_sound_goes_on_without_the_file(files, host, tmp_path):
-    path, job, run = saved_state(files, host, tmp_path)
-    resumed = restore_state(path, job, {"seed": 10}, torch.float32)
-    for name in ("audio_latent", "waveform", "waveform_rate"):
-        assert torch.equal(resumed.tensors[name], run.tensors[name])
-
-
-def test_a_state_with_another_sound_than_the_jobs_is_refused(files, host, tmp_path):
-    other = torch.zeros(1, 8, 25, 16)
-    path, job, _ = saved_state(files, host, tmp_path, audio_latent=other)
-    with pytest.raises(UserError, match="audio_latent: .*wanted"):
-        restore_state(path, job, {"seed": 10}, torch.float32)
-    for name in ("audio_latent", "waveform", "waveform_rate"):
-        path, job, _ = saved_state(files, host, tmp_path, drop=(name,))
-        with pytest.raises(UserError, match=f"{name}: missing"):
-            restore_state(path, job, {"seed": 10}, torch.float32)
-    for name, wrong in (
-        ("waveform", torch.zeros(1, 8)),
-        ("waveform", torch.zeros(2, 8).double()),
-        ("waveform_rate", torch.tensor([16000])),
-        ("waveform_rate", torch.tensor(16000.0)),
+def test_the_models_of_a_job_are_those_that_encode_and_decode_its_inputs():
+    size, reference = Size(64, 96, 9), ReferenceVideo("a.mp4", 1.0, 9)
+    encoders = {"audio_encoder", "video_encoder"}
+    for inputs, expected in (
+        ({}, set()),
+        ({"sound": SoundCondition("a.wav")}, {"audio_encoder"}),
+        ({"retake": Retake("a.mp4", 0.0, 1.0)}, encoders),
+        ({"references": (reference,)}, {"video_encoder"}),
+        ({"dubbing": reference, "reference_sound": ReferenceAudio("a.mp4", 9)}, encoders),
     ):
-        path, job, _ = saved_state(files, host, tmp_path, **{name: wrong})
-        with pytest.raises(UserError, match=f"{name}: .*wanted"):
-            restore_state(path, job, {"seed": 10}, torch.float32)
+        names = {*preflight._host_models(make_job("a", size, **inputs))}
+        assert names & encoders == expected, inputs
+        assert "video_decoder" in names and ("vocoder" in names) == ("sound" not in inputs)
+
+
+SOUND_TENSORS = ("audio_latent", "waveform", "waveform_rate")
+WRONG_TENSORS = {
+    "audio_latent": [torch.zeros(1, 8, 25, 16)],
+    "waveform": [torch.zeros(1, 8), torch.zeros(2, 8).double()],
+    "waveform_rate": [torch.tensor([16000]), torch.tensor(16000.0)],
+}
+
+
+def test_a_resume_file_holds_the_input_sound_and_one_with_another_sound_is_refused(files, host, tmp_path):
+    job, path = job_with(SoundCondition(files / "sound.wav")), tmp_path / "a.resume.safetensors"
+    run = run_of(job, **encode(host, a2v(files / "sound.wav")))
+    run.finish(job.stages[0], randn(1, 128, 4, 1, 1), run.tensors["audio_latent"].clone())
+
+    def restored(tensors):
+        saved = run_of(job)
+        saved.tensors = tensors
+        save_state(path, saved, {"seed": 10})
+        return restore_state(path, job, {"seed": 10}, torch.float32).tensors
+
+    tensors = restored(run.tensors)
+    assert all(torch.equal(tensors[name], run.tensors[name]) for name in SOUND_TENSORS)
+    for name in SOUND_TENSORS:
+        with pytest.raises(UserError, match=f"{name}: missing"):
+            restored({key: tensor for key, tensor in run.tensors.items() if key != name})
+        for wrong in WRONG_TENSORS[name]:
+            with pytest.raises(UserError, match=f"{name}: .*wanted"):
+                restored(run.tensors | {name: wrong})

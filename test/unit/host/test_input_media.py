@@ -76,8 +76,8 @@ def test_filters_are_slaneys_triangles_of_equal_area():
     # 66.7 Hz apart up to 1 kHz, then each 6.4 ** (1 / 27) times the last in steps of one mel.
     mels = torch.where(centres < 1000, centres / (200 / 3), 15 + (centres / 1000).log() * 27 / math.log(6.4))
     top = 15 + 27 * math.log(8) / math.log(6.4)
-    wanted = torch.arange(1, 65) * top / 65
-    assert (mels - wanted).abs().max() < 0.15  # a bin is 15.6 Hz wide
+    expected = torch.arange(1, 65) * top / 65
+    assert (mels - expected).abs().max() < 0.15  # a bin is 15.6 Hz wide
     wide = filters[:, 20:]  # of those that have enough bins to be summed
     assert ((wide.sum(0) * 15.625 - 1).abs() < 0.05).all()
 
@@ -91,8 +91,8 @@ def test_the_spectrogram_is_of_magnitudes_around_each_hop_with_reflected_ends(sa
     window = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(1024) / 1024)
     frames = [padded[:, i : i + 1024] * window for i in range(0, samples + 1, SIZES.hop)]
     magnitudes = np.abs(np.fft.rfft(np.stack(frames, axis=1)))
-    wanted = np.log(np.maximum(magnitudes @ mel_filters(SIZES).double().numpy(), 1e-5))
-    assert rel(got[0], torch.from_numpy(wanted)) < SPECTRUM
+    expected = np.log(np.maximum(magnitudes @ mel_filters(SIZES).double().numpy(), 1e-5))
+    assert rel(got[0], torch.from_numpy(expected)) < SPECTRUM
 
 
 def test_silence_is_the_floor_and_no_infinity():
@@ -130,15 +130,12 @@ def test_samples_of_any_format_are_those_that_were_written(tmp_path, suffix, cod
     assert rate == 22050 and torch.equal(samples, torch.from_numpy(stored / scale).float())
 
 
-def test_eight_bit_silence_is_silence(tmp_path):
-    path = write_sound(tmp_path / "a.wav", np.full((1, 2000), 128, np.uint8), 8000, "pcm_u8", format="u8")
-    assert (read_sound(path, FLAG).samples == 0).all()
-
-
-def test_a_mono_sound_has_one_channel(tmp_path):
+def test_eight_bit_silence_is_silence_and_a_mono_sound_has_one_channel(tmp_path):
+    silence = write_sound(tmp_path / "a.wav", np.full((1, 2000), 128, np.uint8), 8000, "pcm_u8", format="u8")
+    assert (read_sound(silence, FLAG).samples == 0).all()
     stored = (tone(8000, 0.1)[:1] * 2**15).numpy().astype(np.int16)
-    path = write_sound(tmp_path / "a.wav", stored, 8000, "pcm_s16le", "mono", "s16")
-    assert read_sound(path, FLAG).samples.shape == (1, 800)
+    mono = write_sound(tmp_path / "b.wav", stored, 8000, "pcm_s16le", "mono", "s16")
+    assert read_sound(mono, FLAG).samples.shape == (1, 800)
 
 
 def test_a_file_without_sound_or_none_at_that_time_gives_none(film, tmp_path):
@@ -150,10 +147,6 @@ def test_a_file_without_sound_or_none_at_that_time_gives_none(film, tmp_path):
         for frame in (av.VideoFrame(64, 32, "yuv420p"), None):
             container.mux(stream.encode(frame))
     assert read_sound(silent, FLAG) is None
-
-
-def test_a_film_says_its_size_length_and_rate(film):
-    assert footage(film, "--video-path") == Size(64, 96, 25, 24.0)
 
 
 # The first four numbers of an MP4's display matrix, in 16.16 fixed point -> quarter turns
@@ -176,10 +169,10 @@ def turned(film, path, matrix: tuple[int, int, int, int]):
 def test_a_video_is_taken_as_it_is_shown_and_as_it_is_stored_on_request(film, tmp_path, matrix):
     path = turned(film, tmp_path / "phone.mp4", matrix)
     stored, turns = list(first_frames(film, FLAG)), MATRICES[matrix]
-    wanted = [np.rot90(frame, turns) for frame in stored]
+    expected = [np.rot90(frame, turns) for frame in stored]
     sides = (96, 64) if turns % 2 else (64, 96)
     assert footage(path, FLAG) == Size(*sides, 25, 24.0)
-    assert all(map(np.array_equal, first_frames(path, FLAG), wanted))
+    assert all(map(np.array_equal, first_frames(path, FLAG), expected))
     assert footage(path, FLAG, upright=False) == Size(64, 96, 25, 24.0)
     assert all(map(np.array_equal, first_frames(path, FLAG, upright=False), stored))
 
@@ -221,38 +214,27 @@ def test_footage_of_a_variable_rate_is_refused_with_the_command_that_makes_it_co
     footage(written_at(tmp_path / "rounded.mp4", rounded), "--video-path")
 
 
-def test_frames_are_those_that_ltx_pipelines_reads(film):
+def test_frames_are_read_scaled_and_cropped_as_in_ltx_pipelines(film):
     from ltx_pipelines.utils import media_io
 
-    wanted = [f[0].numpy() for f in media_io.decode_video_from_file(str(film), 25, "cpu")]
-    got = list(first_frames(film, "--video-path"))
-    assert len(got) == len(wanted) == 25 and all(map(np.array_equal, got, wanted))
-
-
-def test_frames_are_scaled_to_fill_and_cropped_as_in_ltx_pipelines(film):
-    from ltx_pipelines.utils.media_io import load_video_conditioning
-
-    theirs = load_video_conditioning(str(film), 32, 96, 9, torch.float32, torch.device("cpu"))
+    theirs = [frame[0].numpy() for frame in media_io.decode_video_from_file(str(film), 25, "cpu")]
+    ours = list(first_frames(film, "--video-path"))
+    assert len(ours) == len(theirs) == 25 and all(map(np.array_equal, ours, theirs))
+    theirs = media_io.load_video_conditioning(str(film), 32, 96, 9, torch.float32, torch.device("cpu"))
     ours = pixels_of(islice(first_frames(film, "--video-conditioning"), 9), 32, 96)
     assert ours.shape == (1, 3, 9, 32, 96) and torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("read", [read_sound, footage])
-def test_what_cannot_be_read_is_a_users_error_that_names_the_flag(tmp_path, read):
+def test_a_file_that_cannot_be_read_is_refused_by_its_flag(film, tmp_path):
     (tmp_path / "text.mp4").write_text("no film")
     (tmp_path / "empty.mp4").touch()
     for name in ("text.mp4", "empty.mp4", "missing.mp4", "."):
-        with pytest.raises(UserError, match="--some-flag"):
-            read(tmp_path / name, "--some-flag")
-
-
-def test_a_sound_is_no_video(tmp_path):
-    path = write_sound(tmp_path / "a.wav", np.zeros((1, 2000), np.int16), 8000, "pcm_s16le", format="s16")
+        for read in (read_sound, footage):
+            with pytest.raises(UserError, match="--some-flag"):
+                read(tmp_path / name, "--some-flag")
+    sound = write_sound(tmp_path / "a.wav", np.zeros((1, 2000), np.int16), 8000, "pcm_s16le", format="s16")
     with pytest.raises(UserError, match="has no video: pass a video file with --video-path"):
-        footage(path, "--video-path")
-
-
-def test_a_film_that_ends_in_the_middle_gives_an_error_or_fewer_frames(film, tmp_path):
+        footage(sound, "--video-path")
     short = tmp_path / "short.mp4"
     short.write_bytes(film.read_bytes()[: film.stat().st_size // 2])
     try:

@@ -208,7 +208,7 @@ def test_before_an_extended_clip_is_silence_and_then_its_sound_by_its_clock(tmp_
 
 
 @pytest.mark.parametrize(
-    "made, said",
+    "made, message",
     [
         ({}, []),
         ({"codec": None}, []),
@@ -222,11 +222,11 @@ def test_before_an_extended_clip_is_silence_and_then_its_sound_by_its_clock(tmp_
         ),
     ],
 )
-def test_what_is_filled_with_silence_or_left_out_is_said(tmp_path, made, said):
+def test_what_is_filled_with_silence_or_left_out_is_said(tmp_path, made, message):
     path = write_clip(tmp_path / "clip.mp4", **made)
     notes = encode_inputs.notes(RETAKEN(retake=Retake(path, 0.1, 0.3)))
-    assert len(notes) == len(said)
-    for note, part in zip(notes, said, strict=True):
+    assert len(notes) == len(message)
+    for note, part in zip(notes, message, strict=True):
         assert note.startswith(f"--video-path {path}: ")
         assert re.search(part, note), note
 
@@ -241,8 +241,8 @@ def test_notes_are_of_every_input_by_its_flag(tmp_path):
         "--reference-video": make_job("", Size(64, 96, 33), reference_sound=voice, dubbing=clip_to_dub),
         "--video-path": RETAKEN(retake=Retake(path, extend=1.0, source_frames=33)),
     }
-    said = {flag: encode_inputs.notes(job) for flag, job in jobs.items()}
-    for flag, (first, *more) in said.items():
+    message = {flag: encode_inputs.notes(job) for flag, job in jobs.items()}
+    for flag, (first, *more) in message.items():
         assert first.startswith(f"{flag} {path}: its sound begins after 0.2"), first
         if flag == "--reference-audio":
             assert "gives 0.5 s of sound; its LoRA was trained on about 5 s" in more.pop()

@@ -59,15 +59,11 @@ def test_a_file_is_a_still_by_its_content(tmp_path, name, format, settings, stil
         assert len(list(first_frames(tmp_path / name, ""))) == 3
 
 
-def test_a_film_with_the_name_of_a_picture_is_a_film(tmp_path):
-    path = write_film(tmp_path / "film.mp4", picture_frames(9, 64, 96, 3)).rename(tmp_path / "a.png")
+def test_neither_films_nor_pictures_depend_on_their_names(tmp_path):
+    path = write_film(tmp_path / "film.mp4", picture_frames(9, 64, 96, 3)).rename(tmp_path / "film.png")
     (reference,) = Job(video_conditioning=[(str(path), 1.0)]).references
     assert (reference.still, reference.num_frames) == (False, 9)
-
-
-@pytest.mark.parametrize("names", [("a.png", "a.jfif", "a.mp4", "a", "A.PNG")])
-def test_the_same_picture_under_any_name_gives_the_same_pixels(tmp_path, names):
-    for name in names:
+    for name in ("a.png", "a.jfif", "a.mp4", "a", "A.PNG"):
         PICTURES[0].save(tmp_path / name, format="PNG")
         assert np.array_equal(decode_image(tmp_path / name, "shown"), np.array(PICTURES[0]))
 
@@ -82,9 +78,9 @@ def test_a_picture_that_cannot_be_read_is_no_video_of_one_tile(tmp_path):
         check(job)
 
 
-def typed(said: str) -> None:
+def typed(message: str) -> None:
     """Type what a message prints, in the present folder."""
-    (line,) = re.findall(r"^Type: (?:pip install \S+ && )?(python .*)", said, re.MULTILINE)
+    (line,) = re.findall(r"^Type: (?:pip install \S+ && )?(python .*)", message, re.MULTILINE)
     path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
     subprocess.run(["bash", "-c", line], env=os.environ | {"PATH": path}, check=True)
 
@@ -121,7 +117,7 @@ def test_a_heic_is_taken_after_the_printed_command(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "begin, said",
+    "begin, message",
     [
         (b"\0\0\0\x18ftypheic", "it is HEIC"),
         (b"%PDF-1.4", "it is a PDF"),
@@ -132,11 +128,11 @@ def test_a_heic_is_taken_after_the_printed_command(tmp_path, monkeypatch):
         (b"RIFF\0\0\0\0WEBP", "as an image: "),
     ],
 )
-def test_a_picture_of_another_format_is_refused_by_its_name(tmp_path, begin, said):
+def test_a_picture_of_another_format_is_refused_by_its_name(tmp_path, begin, message):
     (tmp_path / "a").write_bytes(begin + bytes(100))
-    with pytest.raises(UserError, match=said) as refused:
+    with pytest.raises(UserError, match=message) as refused:
         decode_image(tmp_path / "a", "shown")
-    assert ("wanted PNG, JPEG" in str(refused.value)) == ("it is" in said and "HEIC" not in said)
+    assert ("wanted PNG, JPEG" in str(refused.value)) == ("it is" in message and "HEIC" not in message)
 
 
 def test_a_moving_picture_as_an_image_is_noted(tmp_path):
@@ -144,8 +140,8 @@ def test_a_moving_picture_as_an_image_is_noted(tmp_path):
     PICTURES[0].save(tmp_path / "still.gif")
     images = tuple(ImageCondition(tmp_path / name) for name in ("moves.gif", "still.gif"))
     job = make_job("", Size(64, 96, 9), images=images)
-    said = [f"--image {tmp_path / 'moves.gif'} moves: its first picture is taken"]
-    assert notes(job) == said
+    message = [f"--image {tmp_path / 'moves.gif'} moves: its first picture is taken"]
+    assert notes(job) == message
 
 
 # --- large pictures -------------------------------------------------------------------------------
@@ -167,10 +163,13 @@ def image_at(index: int, frames: int, **fields) -> Job:
 
 @pytest.mark.parametrize("frames, tail, last", [(25, None, 24), (25, 8, 16), (1, None, 0)])
 def test_minus_one_is_the_last_frame_of_the_file(frames, tail, last):
-    job, same = (image_at(each, frames, tail_frames=tail) for each in (-1, last))
+    job, same = (image_at(index, frames, tail_frames=tail) for index in (-1, last))
     assert job.placed == list(same.images)
     assert job.appended(False, 2, 3) == same.appended(False, 2, 3)
     job.images[0].check(frames)
+    line = Job.validated({"image": [[__file__, "-1"]], "num_frames": frames})
+    assert [image.frame_index for image in line.placed] == [frames - 1]
+    assert Job().updated(json.loads(json.dumps(line.to_json()))).image == line.image
 
 
 @pytest.mark.parametrize("index", [-2, -25, 25])
@@ -182,35 +181,18 @@ def test_another_frame_outside_the_clip_is_refused_with_how_to_name_the_last(ind
             Job.validated({"image": [["a.png", index]]})
 
 
-def test_an_image_at_minus_one_is_taken_from_flags_and_lines(tmp_path):
-    PICTURES[0].save(tmp_path / "a.png")
-    spec = Job.validated({"image": [[str(tmp_path / "a.png"), "-1"]], "num_frames": 17})
-    (image,) = spec.placed
-    assert image.frame_index == 16
-    assert Job().updated(json.loads(json.dumps(spec.to_json()))).image == spec.image
-
-
 # --- rates ----------------------------------------------------------------------------------------
 
-RATES = {
-    "24000/1001": Fraction(24000, 1001),
-    "30000/1001": Fraction(30000, 1001),
-    "60000/1001": Fraction(60000, 1001),
-    "25/1": Fraction(25),
-    "23.976": Fraction(23.976),
-    "24": Fraction(24),
-}
 
-
-@pytest.mark.parametrize("typed", RATES)
+@pytest.mark.parametrize("typed", ["24000/1001", "30000/1001", "60000/1001", "25/1", "23.976", "24"])
 @pytest.mark.parametrize("key", ["frame_rate", "fps"])
 def test_a_frame_rate_is_a_number_or_a_fraction(typed, key):
-    assert Job.validated({key: typed}).frame_rate == float(RATES[typed])
-    assert Job().updated({key: typed}).frame_rate == float(RATES[typed])
+    assert Job.validated({key: typed}).frame_rate == float(Fraction(typed))
+    assert Job().updated({key: typed}).frame_rate == float(Fraction(typed))
 
 
 @pytest.mark.parametrize("typed", ["24000/0", "a/b", "1/2/3", "/", "2000/1", "1/1001", "nan/1"])
-def test_what_is_no_rate_is_refused_as_any_other_number(typed):
+def test_another_text_is_refused_as_a_frame_rate(typed):
     with pytest.raises(UserError, match="--frame-rate: got .*, wanted"):
         Job.validated({"frame_rate": typed})
 

@@ -87,11 +87,11 @@ def test_a_tails_frames_and_its_sound_are_cut_exactly(frame_rate, tmp_path):
     assert torch.equal(kept.frames, all_of_it.frames[:33]) and chunks == [16, 16, 16]
     assert torch.equal(kept.waveform, all_of_it.waveform[:, :samples])
     assert kept.waveform.shape == (2, samples) and len(kept.tensors["s1_video"][0, 0]) == 7
-    written, wanted = tmp_path / "out.mp4", tmp_path / "wanted.mp4"
+    written, expected = tmp_path / "out.mp4", tmp_path / "wanted.mp4"
     kept.clip().write(written)
     beginning = all_of_it.frames[:33]
-    write_video(wanted, [beginning], frame_rate, lambda: all_of_it.waveform, 48000)
-    assert written.read_bytes() == wanted.read_bytes()
+    write_video(expected, [beginning], frame_rate, lambda: all_of_it.waveform, 48000)
+    assert written.read_bytes() == expected.read_bytes()
     with av.open(str(written)) as container:
         sound = container.streams.audio[0]
         seconds = float(sound.duration * sound.time_base)
@@ -134,8 +134,8 @@ def test_a_tail_hears_the_sound_that_goes_on_and_then_silence(tmp_path, host):
     got = encode(host, exact)
     assert got["waveform"].shape == (2, 34000)
     silent = torch.nn.functional.pad(got["waveform"], (0, 16000))
-    _, wanted = host.encode_audio(Sound(silent, 48000))
-    assert torch.equal(got["audio_latent"], wanted[:, :, :26])
+    _, expected = host.encode_audio(Sound(silent, 48000))
+    assert torch.equal(got["audio_latent"], expected[:, :, :26])
     with pytest.raises(UserError, match=r"got 0.60 s of sound, wanted 0.71 s \(17 frames"):
         check(replace(TAILED, sound=SoundCondition(sound(tmp_path, 0.6, name="short.wav"))))
 
@@ -172,10 +172,10 @@ def test_a_bed_is_heard_at_its_level_and_is_not_in_the_videos_sound(tmp_path, ho
 
 def test_a_bed_leaves_the_draws_of_the_job_alone(tmp_path, host):
     torch.manual_seed(3)
-    wanted = torch.randn(4)
+    expected = torch.randn(4)
     torch.manual_seed(3)
     encode(host, replace(WHOLE, sound=SoundCondition(sound(tmp_path, 1.2), bed=-40.0)))
-    assert torch.equal(torch.randn(4), wanted)
+    assert torch.equal(torch.randn(4), expected)
 
 
 def test_a_bed_is_part_of_the_job():

@@ -19,6 +19,7 @@ from ltx_neuron.models.video_decoder import DepthToSpace
 # place leaves 0.1.
 AMPLIFICATION = 3.3**3
 LATENTS = [(1, 1, 1), (2, 3, 1), (3, 2, 5)]
+BFLOAT16 = Arithmetic(torch.bfloat16, 8)
 # Not the released order, nor its divisors of the channels.
 OTHER = {
     "decoder_blocks": [
@@ -68,9 +69,9 @@ def method(request, monkeypatch) -> float:
 def test_frames_equal_ltx_cores(method, size):
     decoder = ltx_decoder()
     latent = randn(1, 128, *size)
-    wanted = decoder(latent)
-    assert wanted.shape == (1, 3, 8 * size[0] - 7, 32 * size[1], 32 * size[2])
-    assert rel(host_like(decoder)(latent), wanted) < rounding(decoder, method)
+    expected = decoder(latent)
+    assert expected.shape == (1, 3, 8 * size[0] - 7, 32 * size[1], 32 * size[2])
+    assert rel(host_like(decoder)(latent), expected) < rounding(decoder, method)
 
 
 def test_another_order_of_blocks_is_followed(method, monkeypatch):
@@ -82,8 +83,9 @@ def test_another_order_of_blocks_is_followed(method, monkeypatch):
     assert rel(got, decoder(latent)) < rounding(decoder, method)
 
 
-def test_twice_the_same_latent_gives_the_same_bits(method):
-    decoder, latent = host_like(ltx_decoder()), randn(1, 128, 2, 2, 3)
+@pytest.mark.parametrize("arithmetic", [FLOAT32, BFLOAT16], ids=str)
+def test_twice_the_same_latent_gives_the_same_bits(method, arithmetic):
+    decoder, latent = host_like(ltx_decoder(), arithmetic), randn(1, 128, 2, 2, 3)
     assert torch.equal(decoder(latent), decoder(latent))
 
 
@@ -94,41 +96,32 @@ def test_bfloat16_weights_and_latents_are_computed_with_in_float32():
     assert rel(frames, decoder.float()(latent.float())) < rounding(decoder)
 
 
-BFLOAT16 = Arithmetic(torch.bfloat16, 8)
-
-
 def bfloat16_decoders() -> tuple[nn.Module, nn.Module]:
     """ltx-core's decoder with weights that bfloat16 holds, in float32 and in bfloat16."""
-    decoder = ltx_decoder().bfloat16()
-    return ltx_decoder_like(decoder).float(), decoder
-
-
-def ltx_decoder_like(decoder: nn.Module) -> nn.Module:
-    other = ltx_decoder()
-    other.load_state_dict(decoder.state_dict())
-    return other
+    exact, decoder = ltx_decoder(), ltx_decoder().bfloat16()
+    exact.load_state_dict(decoder.state_dict())
+    return exact, decoder
 
 
 @pytest.mark.parametrize("size", LATENTS[1:], ids=str)  # the first has too few numbers to say
 def test_bfloat16_is_no_further_from_float32_than_ltx_cores_own(method, size):
     exact, decoder = bfloat16_decoders()
     latent = randn(1, 128, *size)
-    wanted = exact(latent)
-    theirs = rel(decoder(latent.bfloat16()), wanted)
+    expected = exact(latent)
+    theirs = rel(decoder(latent.bfloat16()), expected)
     frames = host_like(decoder, BFLOAT16)(latent)
     assert frames.dtype == torch.float32
-    assert 0 < rel(frames, wanted) <= theirs
+    assert 0 < rel(frames, expected) <= theirs
 
 
-def test_twice_the_same_latent_gives_the_same_bits_in_bfloat16(method):
-    decoder, latent = host_like(ltx_decoder(), BFLOAT16), randn(1, 128, 2, 2, 3)
-    assert torch.equal(decoder(latent), decoder(latent))
-
-
-def test_weights_laid_out_for_bfloat16_are_the_same_weights():
-    before = ltx_decoder().bfloat16().state_dict()
-    after = host_decoder(video_decoder_config(config_of()), before, BFLOAT16).weights
-    assert all(torch.equal(before[name], after[name]) for name in after)
+def test_weights_are_shared_with_the_decoder_and_laid_out_anew_for_bfloat16():
+    decoder = ltx_decoder()
+    weights, ours = decoder.state_dict(), host_like(decoder).weights
+    assert weights.keys() == ours.keys()
+    assert all(ours[name].data_ptr() == tensor.data_ptr() for name, tensor in weights.items())
+    half = ltx_decoder().bfloat16().state_dict()
+    laid_out = host_decoder(video_decoder_config(config_of()), half, BFLOAT16).weights
+    assert all(torch.equal(half[name], laid_out[name]) for name in laid_out)
 
 
 def test_bfloat16_is_taken_for_a_run_in_it_where_this_cpu_is_faster_in_it():
@@ -138,13 +131,6 @@ def test_bfloat16_is_taken_for_a_run_in_it_where_this_cpu_is_faster_in_it():
     assert arithmetic("auto", torch.float32) == FLOAT32
     assert arithmetic("float32", torch.bfloat16) == FLOAT32
     assert arithmetic("bfloat16", torch.float32) == Arithmetic(torch.bfloat16, speed)
-
-
-def test_weights_are_shared_with_the_decoder_that_they_are_of():
-    decoder = ltx_decoder()
-    given, ours = decoder.state_dict(), host_like(decoder).weights
-    assert given.keys() == ours.keys()
-    assert all(ours[name].data_ptr() == tensor.data_ptr() for name, tensor in given.items())
 
 
 def resident() -> int:

@@ -105,29 +105,30 @@ def test_the_same_convolution_gives_the_same_bits(workers):
 
 def test_bfloat16_weights_are_taken_as_the_float32_numbers_they_are(workers):
     source, weight, bias = (
-        filled(4, 8, 8, 32),
-        randn(32, 32, 3, 3, 3, seed=1).bfloat16(),
-        randn(32, seed=2).bfloat16(),
+        *(filled(4, 8, 8, 32), randn(32, 32, 3, 3, 3, seed=1).bfloat16(), randn(32, seed=2).bfloat16()),
     )
-    result, wanted = (
+    result, expected = (
         convolved(source, w, b, convolve, workers) for w, b in ((weight, bias), (weight.float(), bias.float()))
     )
     assert result.dtype == torch.float32
-    assert torch.equal(result, wanted)
+    assert torch.equal(result, expected)
 
 
-def test_winograd_is_used_for_wide_channels_over_many_positions():
-    assert winograd_is_faster((25, 96, 128, 128), 128)
-    assert winograd_is_faster((13, 48, 64, 512), 512)
-    assert not winograd_is_faster((1, 4, 4, 512), 512), "the filters' transform costs more than it saves"
-    assert not winograd_is_faster((25, 96, 128, 8), 8), "the map's transforms cost more than they save"
-    assert not winograd_is_faster((25, 48, 64, 1024), 1024), "0.9 GB of transformed filters"
-
-
-def test_winograd_is_not_used_where_a_direct_convolution_is_fast():
-    assert winograd_is_faster((13, 48, 64, 512), 512, speed=2), "dot products in bfloat16"
-    assert not winograd_is_faster((13, 48, 64, 512), 512, speed=8), "AMX"
-    assert not winograd_is_faster((25, 96, 128, 128), 128, speed=8)
+@pytest.mark.parametrize(
+    ("shape", "outputs", "speed", "faster"),
+    [
+        ((25, 96, 128, 128), 128, 1, True),
+        ((13, 48, 64, 512), 512, 1, True),
+        ((1, 4, 4, 512), 512, 1, False),  # the filters' transform costs more than it saves
+        ((25, 96, 128, 8), 8, 1, False),  # the map's transforms cost more than they save
+        ((25, 48, 64, 1024), 1024, 1, False),  # 0.9 GB of transformed filters
+        ((13, 48, 64, 512), 512, 2, True),  # dot products in bfloat16
+        ((13, 48, 64, 512), 512, 8, False),  # AMX
+        ((25, 96, 128, 128), 128, 8, False),
+    ],
+)
+def test_winograd_is_used_where_it_is_faster_than_a_direct_convolution(shape, outputs, speed, faster):
+    assert winograd_is_faster(shape, outputs, speed=speed) == faster
 
 
 def test_a_map_repeats_its_ends_and_has_zeros_around_every_frame():

@@ -43,13 +43,13 @@ def test_latents_equal_ltx_cores(tile, form):
     encoder, clip = ltx_encoder(), pixels(*tile)
     with Convolutions() as convolutions:
         values = encode(encoder.state_dict(), clip, form)
-    wanted = encoder(clip)
+    expected = encoder(clip)
     assert convolutions.dimensions == {int(form[4])}
-    assert values["tile_latent"].shape == wanted.shape == (1, CHANNELS, *tile)
-    assert rel(values["tile_latent"], wanted) < min(convolutions_bound(encoder), 1e-5)
+    assert values["tile_latent"].shape == expected.shape == (1, CHANNELS, *tile)
+    assert rel(values["tile_latent"], expected) < min(convolutions_bound(encoder), 1e-5)
     for axis in (2, 3, 4):  # the first frame, which convolutions repeat, and borders at zeros
         for end in (0, -1):
-            ours, theirs = (x.select(axis, end) for x in (values["tile_latent"], wanted))
+            ours, theirs = (x.select(axis, end) for x in (values["tile_latent"], expected))
             assert rel(ours, theirs) < 1e-5, (axis, end)
     assert values["finite"].shape == (1,) and values["finite"].isfinite()
 
@@ -99,7 +99,7 @@ def test_the_released_encoder_is_eleven_graphs_for_twenty_four_calls():
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"norm_layer": "group_norm"}, "vae.norm_layer is 'group_norm', encoding on the ranks"),
         ({"latent_log_var": "per_channel"}, "vae.latent_log_var is 'per_channel'"),
@@ -109,8 +109,8 @@ def test_the_released_encoder_is_eleven_graphs_for_twenty_four_calls():
         ({"patch_size": 0}, "vae.patch_size is 0, wanted a whole number above 0"),
     ],
 )
-def test_an_encoder_that_the_ranks_cannot_run_is_refused_by_name(changes, said):
-    with pytest.raises(UserError, match=said):
+def test_an_encoder_that_the_ranks_cannot_run_is_refused_by_name(changes, message):
+    with pytest.raises(UserError, match=message):
         config_of(**changes)
 
 

@@ -68,20 +68,16 @@ def times(tmp_path):
     return tmp_path / "artifacts" / "calibration" / "phases.json"
 
 
-def test_a_terminal_shows_a_phase_from_its_begin_its_seconds_and_those_of_the_last_time(times):
+def test_a_terminal_shows_the_seconds_of_phases_and_of_steps_and_those_of_the_last_time(times):
     times.parents[1].mkdir()
     first, second = (on_a_terminal("-c", RUN, str(times)) for _ in range(2))
     assert re.search(r"loading the transformer: 00:00", first) and "last time" not in first
     assert re.search(r"loading the transformer: 00:01", first), "its seconds pass"
     assert re.search(r"loading the transformer: 1\.\d s\r\n", first)
+    assert re.search(r"stage 1: +0%[^\r]*\[00:01<", first), "time passes between steps"
     assert "loading the transformer: 00:00, last time 1 s" in second
     shown = re.sub(r"\x1b\[\w", "", second)
     assert all(len(text) <= COLUMNS for text in re.split(r"[\r\n]+", shown))
-
-
-def test_a_bars_time_passes_between_its_steps(times):
-    shown = on_a_terminal("-c", RUN, str(times))
-    assert re.search(r"stage 1: +0%[^\r]*\[00:01<", shown)
 
 
 def test_what_is_printed_while_a_line_counts_stands_above_it():

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -46,16 +45,6 @@ def write(folder: Path, report: object, name: str = "run.json") -> str:
     return str(path)
 
 
-def grow_and_shrink(connection, size: int) -> None:
-    connection.send("ready")
-    connection.recv()
-    held = bytearray(os.urandom(1024)) * (size // 1024)
-    time.sleep(0.2)
-    del held
-    connection.send("shrunk")
-    connection.recv()
-
-
 def test_guidance_groups_have_the_median_of_each_pass_and_a_line_for_each_loss():
     recorder = Recorder()
     for milliseconds in (90.0, 10.0, 20.0):
@@ -84,12 +73,9 @@ def test_a_report_has_the_price_of_its_clips_for_the_part_of_the_machine_that_ma
     line = "price                     $0.0027 a clip, $0.00054 a second of video; $36.00 an hour, 4"
     assert f"{line} runs at once" in latency.table(report).splitlines()
     assert "price" not in recorded() and "price" not in latency.table(recorded())
-
-
-def test_a_run_that_made_no_clip_has_no_price_of_one():
-    report = Recorder(Price(14.56, 1)).report({}, "trn2.3xlarge", 4, {}, {})
-    assert report["price"] == {"dollars_per_hour": 14.56, "runs_at_once": 1}
-    assert "no clip; $14.56 an hour, 1 run at once" in latency.table(report)
+    without_clips = Recorder(Price(14.56, 1)).report({}, "trn2.3xlarge", 4, {}, {})
+    assert without_clips["price"] == {"dollars_per_hour": 14.56, "runs_at_once": 1}
+    assert "no clip; $14.56 an hour, 1 run at once" in latency.table(without_clips)
 
 
 def test_the_first_clip_is_timed_from_the_start_of_the_process():
@@ -131,16 +117,12 @@ def test_phases_do_not_nest_and_have_only_the_known_names():
             pass
         with pytest.raises(RuntimeError, match="inside phase upsample"):
             recorder.report({}, "cpu", 1, {}, {})
-    with recorder.phase("warmup"):
-        pass
-
-
-def test_a_phase_that_fails_lets_the_error_through_and_the_next_phase_start():
-    recorder = Recorder()
     with pytest.raises(ZeroDivisionError), recorder.phase("warmup"):
         raise ZeroDivisionError
-    with recorder.phase("warmup"):
+    with recorder.phase("warmup"):  # after one that failed
         pass
+    with pytest.raises(AttributeError):
+        recorder.counters.flops = 1
 
 
 def phase_in_a_thread(recorder: Recorder, name: str, until: threading.Event) -> threading.Thread:
@@ -183,9 +165,12 @@ def test_every_moment_counts_for_one_phase_and_overlapped_time_is_separate():
     whole = sum(phase["seconds"] for phase in report["phases"]) + report["residual_seconds"]
     assert whole == pytest.approx(report["end_to_end_seconds"])
     latency.validate(report)
+    text, plain = latency.table(report), latency.table(recorded())
+    assert "overlapped s" in text and "overlapped" not in plain and max(map(len, text.splitlines())) <= 100
+    assert "phases.decode_video.overlapped_seconds" in latency.numbers(report)
 
 
-def test_what_a_phase_waits_for_is_a_phase_of_its_own_and_none_of_its_time(monkeypatch):
+def test_a_paused_phase_does_not_count_the_phases_that_it_waits_for(monkeypatch):
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
     recorder = Recorder()
@@ -205,25 +190,12 @@ def test_what_a_phase_waits_for_is_a_phase_of_its_own_and_none_of_its_time(monke
             clock.now += 0.01
         with recorder.paused():
             assert list(numbers) == []
-    report = recorder.report({}, "cpu", 1, {}, {})
-    seconds = {phase["name"]: phase["seconds"] for phase in report["phases"]}
-    assert list(seconds) == ["decode_video", "encode_mp4"] and len(report["phases"]) == 2
-    assert seconds["decode_video"] == pytest.approx(0.06)
-    assert seconds["encode_mp4"] == pytest.approx(0.03)
-    assert all("overlapped_seconds" not in phase for phase in report["phases"])
-
-
-def test_pausing_outside_a_phase_changes_nothing():
-    recorder = Recorder()
-    with recorder.paused(), recorder.phase("decode_audio"):
+    with recorder.paused(), recorder.phase("decode_audio"):  # outside a phase
         pass
-    assert [phase["name"] for phase in recorder.report({}, "cpu", 1, {}, {})["phases"]] == ["decode_audio"]
-
-
-def test_overlapped_time_is_shown_only_where_there_is_some():
-    text, plain = latency.table(overlapped()), latency.table(recorded())
-    assert "overlapped s" in text and "overlapped" not in plain and max(map(len, text.splitlines())) <= 100
-    assert "phases.decode_video.overlapped_seconds" in latency.numbers(overlapped())
+    phases = recorder.report({}, "cpu", 1, {}, {})["phases"]
+    seconds = {phase["name"]: pytest.approx(phase["seconds"]) for phase in phases}
+    assert seconds == {"decode_video": 0.06, "encode_mp4": 0.03, "decode_audio": 0} and len(phases) == 3
+    assert all("overlapped_seconds" not in phase for phase in phases)
 
 
 def test_a_report_in_the_middle_of_a_run_counts_what_other_threads_are_in():
@@ -235,27 +207,6 @@ def test_a_report_in_the_middle_of_a_run_counts_what_other_threads_are_in():
     thread.join()
     (under_way,), (done,) = early["phases"], recorder.report({}, "cpu", 1, {}, {})["phases"]
     assert 0.02 <= under_way["seconds"] < done["seconds"] and under_way["peak_rss_bytes"] > 0
-
-
-def test_peak_memory_sees_a_child_that_grows_and_shrinks_within_the_phase():
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    child = context.Process(target=grow_and_shrink, args=(there, 60 * MEGABYTE))
-    child.start()
-    assert here.poll(60) and here.recv() == "ready"
-    recorder = Recorder()
-    with recorder.phase("load_transformer"):
-        pass
-    with recorder.phase("denoise_stage_1"):
-        here.send("grow")
-        assert here.poll(60) and here.recv() == "shrunk"
-    with recorder.phase("unload_transformer"):
-        pass
-    here.send("end")
-    child.join()
-    before, during, after = (phase["peak_rss_bytes"] for phase in recorder.report({}, "cpu", 1, {}, {})["phases"])
-    assert 50 * MEGABYTE < during - before < 90 * MEGABYTE
-    assert during - after > 50 * MEGABYTE
 
 
 def test_peak_memory_sees_a_grandchild_that_starts_within_the_phase():
@@ -288,14 +239,16 @@ with recorder.phase("decode_audio"):
         code = f"import time; held = b'x' * {{size}}; time.sleep(0.8)"
         subprocess.run([sys.executable, "-c", code], check=True)
         time.sleep(0.1)
+with recorder.phase("unload_transformer"):
+    pass
 print(*(phase["peak_rss_bytes"] for phase in recorder.report({{}}, "cpu", 1, {{}}, {{}})["phases"]))
 """
 
 
 def test_peak_memory_sees_children_that_start_and_end_one_after_another_within_the_phase():
-    said = subprocess.run([sys.executable, "-c", CHILDREN], check=True, stdout=subprocess.PIPE)
-    before, during = map(int, said.stdout.split())
-    assert during - before > 60 * MEGABYTE
+    run = subprocess.run([sys.executable, "-c", CHILDREN], check=True, stdout=subprocess.PIPE)
+    before, during, after = map(int, run.stdout.split())
+    assert during - before > 60 * MEGABYTE and during - after > 50 * MEGABYTE
 
 
 def test_sampling_memory_takes_little_time_and_ends_with_the_phase():
@@ -309,38 +262,17 @@ def test_sampling_memory_takes_little_time_and_ends_with_the_phase():
     assert [thread.name for thread in threading.enumerate()] == names
 
 
+FIELDS = """schema job profile tp versions identity phases denoise_steps_ms warm_step_ms bytes_to_device_per_step
+launches_per_step collectives_per_step flops_per_step weight_swaps percent_of_peak end_to_end_seconds
+residual_seconds clips video_seconds start_to_first_clip"""
+
+
 def test_the_report_has_exactly_the_fields_of_schema_1():
     report = recorded()
-    assert list(report) == [
-        "schema",
-        "job",
-        "profile",
-        "tp",
-        "versions",
-        "identity",
-        "phases",
-        "denoise_steps_ms",
-        "warm_step_ms",
-        "bytes_to_device_per_step",
-        "launches_per_step",
-        "collectives_per_step",
-        "flops_per_step",
-        "weight_swaps",
-        "percent_of_peak",
-        "end_to_end_seconds",
-        "residual_seconds",
-        "clips",
-        "video_seconds",
-        "start_to_first_clip",
-    ]
-    assert {key: report[key] for key in ("schema", "job", "profile", "tp", "versions", "identity")} == {
-        "schema": 1,
-        "job": JOB,
-        "profile": "cpu",
-        "tp": 4,
-        "versions": {"torch": "2.13"},
-        "identity": {"checkpoint": "abc"},
-    }
+    assert list(report) == FIELDS.split()
+    inputs = {"schema": 1, "job": JOB, "profile": "cpu", "tp": 4}
+    inputs |= {"versions": {"torch": "2.13"}, "identity": {"checkpoint": "abc"}}
+    assert {key: report[key] for key in inputs} == inputs
     assert all(list(phase) == ["name", "seconds", "peak_rss_bytes"] for phase in report["phases"])
     assert report["collectives_per_step"] == {"count": 96, "bytes": 5_000_000}
     assert report["bytes_to_device_per_step"] == 2_000_000
@@ -348,28 +280,33 @@ def test_the_report_has_exactly_the_fields_of_schema_1():
     latency.validate(Recorder().report({}, "cpu", 1, {}, {}))
 
 
-def test_launches_and_what_they_take_of_the_host_are_reported_and_shown():
+@pytest.mark.parametrize(
+    ("counters", "field", "values", "row"),
+    [
+        (
+            {"launches_per_step": {"count": 14, "host_ms": 0.4321}},
+            "launches_per_step",
+            {"count": 14, "host_ms": 0.4321},
+            "launches per step         14, 0.432 ms of the host",
+        ),
+        (
+            {"weight_swaps": 3, "weight_swap_seconds": 41.5},
+            "weight_swaps",
+            {"count": 3, "seconds": 41.5},
+            "weight swaps              3, 41.500 s",
+        ),
+    ],
+)
+def test_launches_and_weight_swaps_are_reported_and_shown(counters, field, values, row):
     recorder = Recorder()
-    recorder.counters.launches_per_step = {"count": 14, "host_ms": 0.4321}
+    for name, value in counters.items():
+        setattr(recorder.counters, name, value)
     report = recorder.report(JOB, "trn2.3xlarge", 4, {}, {})
-    assert report["launches_per_step"] == {"count": 14, "host_ms": 0.4321}
-    assert "launches per step         14, 0.432 ms of the host" in latency.table(report)
-    del report["launches_per_step"]  # as a report of before has none
+    assert report[field] == values and row in latency.table(report)
+    assert latency.numbers(report)[f"{field}.{[*values][-1]}"] == [*values.values()][-1]
+    del report[field]  # as a report of before has none
     latency.validate(report)
-    assert "launches" not in latency.table(report)
-
-
-def test_weight_swaps_and_their_seconds_are_reported_and_shown():
-    recorder = Recorder()
-    recorder.counters.weight_swaps, recorder.counters.weight_swap_seconds = 3, 41.5
-    report = recorder.report(JOB, "cpu", 4, {}, {})
-    assert report["weight_swaps"] == {"count": 3, "seconds": 41.5}
-    assert "weight swaps              3, 41.500 s" in latency.table(report)
-    assert latency.numbers(report)["weight_swaps.seconds"] == 41.5
-    del report["weight_swaps"]  # as a report of before has none
-    latency.validate(report)
-    for none in (report, recorded()):
-        assert "weight swaps" not in latency.table(none)
+    assert row[:12] not in latency.table(report) and "weight swaps" not in latency.table(recorded())
 
 
 def test_the_cold_step_is_kept_in_the_list_and_stays_out_of_the_warm_numbers():
@@ -387,12 +324,6 @@ def test_a_stage_without_a_warm_step_has_null_numbers(steps):
     assert report["percent_of_peak"] is None
     assert "no warm step" in latency.table(report)
     latency.validate(report)
-
-
-def test_misspelt_counters_are_refused():
-    recorder = Recorder()
-    with pytest.raises(AttributeError):
-        recorder.counters.flops = 1
 
 
 def test_percent_of_peak_is_that_of_the_last_stage_and_null_without_a_peak():

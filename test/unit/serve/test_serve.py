@@ -47,12 +47,12 @@ def test_only_this_machine_is_served_without_a_token(tmp_path, host, local):
         check(parsed(*words))
 
 
-def test_a_taken_port_is_reported_before_anything_starts(tmp_path):
+def test_a_port_or_host_that_cannot_be_served_is_refused_before_anything_starts(tmp_path):
+    words = ["--checkpoint-path", "CKPT", "--gemma-root", "DIR", "--data-dir", str(tmp_path)]
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        words = ["--checkpoint-path", "CKPT", "--gemma-root", "DIR", "--data-dir", tmp_path]
         command = [sys.executable, "-m", "ltx_neuron.serve", *words, "--port", str(port)]
         process = subprocess.run(command, capture_output=True, text=True, timeout=60)
         assert process.returncode == 2 and process.stdout == ""
@@ -60,10 +60,6 @@ def test_a_taken_port_is_reported_before_anything_starts(tmp_path):
         assert "--port 0" in process.stderr and "Traceback" not in process.stderr
         assert not [*tmp_path.iterdir()]  # no queue, and no lock
     check_port("127.0.0.1", port)  # now it is free
-
-
-def test_a_port_and_a_host_that_no_server_can_have_are_named(tmp_path):
-    words = ["--checkpoint-path", "CKPT", "--gemma-root", "DIR", "--data-dir", str(tmp_path)]
     for port in ("-1", "65536"):
         with pytest.raises(UserError, match=f"--port {port}: wanted 0 to 65535"):
             check(parsed(*words, "--port", port))

@@ -5,14 +5,12 @@ import http.client
 import json
 import random
 import re
-import socket
-import threading
 import time
+from contextlib import closing
 from io import BytesIO
 
 import pytest
 import torch
-import uvicorn
 from fuzz import on_random
 from PIL import Image
 from safetensors.torch import save_file
@@ -20,7 +18,7 @@ from safetensors.torch import save_file
 pytest.importorskip("fastapi", reason="the extra is not installed: pip install -e .[serve]")
 
 from jobs import make_job
-from service_app import FORM, MOST_BODY, SIZE, Got, Sent, Service, form, get, opened
+from service_app import FORM, MOST_BODY, SIZE, Got, Sent, Service, form, get, listening, opened
 
 from ltx_neuron.report.price import Price
 from ltx_neuron.service import limits
@@ -46,40 +44,13 @@ STRANGE = (
     *("768x512", "x", "1x", [None], {"image_url": "data:image/png;base64,AAAA"}, "[" * 3000),
     *({"file_id": "a"}, {"image_url": "http://169.254.169.254/"}, [{"frame": 1}], ["a"] * 500),
 )
-
-
-def fields_of(rng: random.Random) -> dict[str, object]:
-    """What a request may say; mostly of a size that is not compiled, whose images are not read."""
-    fields = {
-        "prompt": "waves crash",
-        "size": SIZE if rng.random() < 0.1 else "64x64",
-        "seconds": "5",
-        "seed": 5,
-        "two_stage": False,
-        "recipe": "distilled",
-        "model": "tiny",
-        "fps": 24,
-        "num_inference_steps": None,
-        "images": [],
-        "extra_params": {"negative_prompt": None},
-        "upscale": None,
-    }
-    return {name: value for name, value in fields.items() if rng.random() < 0.7}
-
-
-def mutated_fields(rng: random.Random) -> dict[str, object]:
-    fields = fields_of(rng)
-    for _ in range(rng.randint(0, 3)):
-        names = [*fields, "input_reference", "video_stg_blocks", "guidance_scale", "lora", "x"]
-        name = rng.choice(names)
-        what = rng.random()
-        if what < 0.2:
-            fields.pop(name, None)
-        elif what < 0.3:
-            fields[name + rng.choice(("[]", "[a]", "[image_url]", "\0", "é"))] = "5"
-        else:
-            fields[name] = rng.choice(STRANGE)
-    return fields
+# A size that is not compiled, mostly: the images of its requests are not read.
+FIELDS = {"prompt": "waves crash", "size": "64x64", "seconds": "5", "seed": 5, "two_stage": False, "images": []}
+FIELDS |= {"extra_params": {"negative_prompt": None}, "upscale": None, "model": "tiny", "fps": 24}
+IDS = "video_" + "0" * 32, "../x", "\0", "é" * 99, "video_\ufffd", ""
+METHODS = "GET", "GET", "DELETE", "HEAD", "PUT", "PATCH", "OPTIONS", "G\xe9T"
+QUERIES = b"limit=2&order=asc", b"variant=thumbnail", b"after=x&variant=../x", b""
+POSTED = *("/v1/videos",) * 9, "/v1/videos/edits", "/v1/videos/é/remix"
 
 
 def flipped(rng: random.Random, content: bytes) -> bytes:
@@ -91,53 +62,50 @@ def flipped(rng: random.Random, content: bytes) -> bytes:
     return bytes(changed)
 
 
-def mutated(rng: random.Random, service: Service, id: str) -> Sent:
-    """A request that is wrong somewhere, or nowhere; id: of a video that there is."""
-    if rng.random() < 0.7:
-        sent = mutated_post(rng, service)
-    else:
-        id = rng.choice([id, id, id, "video_" + "0" * 32, "../x", "\0", "é" * 99, "video_\ufffd", ""])
-        path = rng.choice(("/v1/videos", "/v1/models", f"/v1/videos/{id}"))
-        path += rng.choice(("", "", "/content", "/remix", "/..", f"/{id}"))
-        method = rng.choice(("GET", "GET", "DELETE", "HEAD", "PUT", "PATCH", "OPTIONS", "G\xe9T"))
-        query = rng.choice((b"limit=2&order=asc", b"after=" + id.encode(errors="replace"), b""))
-        query = flipped(rng, query + rng.choice((b"", b"variant=thumbnail", b"&variant=../x")))
-        query = bytes(byte for byte in query if 0x20 < byte < 0x7F)  # as h11 lets them through
-        sent = Sent(method, path, query, service.headers())
-    if rng.random() < 0.2:
-        headers = [list(header) for header in sent.headers]
-        header = rng.choice(headers)
-        header[1] = rng.choice((b"", b"\xff", b"a" * 9000, flipped(rng, header[1]), b"-1", b"1e9"))
-        sent = sent._replace(headers=tuple(map(tuple, headers)))
-    return sent
+def mutated_get(rng: random.Random, service: Service, id: str) -> Sent:
+    """A request without a body. id: of a video that there is."""
+    id = rng.choice([id, id, id, *IDS])
+    path = rng.choice(("/v1/videos", "/v1/models", f"/v1/videos/{id}"))
+    path += rng.choice(("", "", "/content", "/remix", "/..", f"/{id}"))
+    query = bytes(b for b in flipped(rng, rng.choice(QUERIES)) if 0x20 < b < 0x7F)  # as h11 lets them through
+    return Sent(rng.choice(METHODS), path, query, service.headers())
 
 
-def mutated_post(rng: random.Random, service: Service) -> Sent:
-    fields, more = mutated_fields(rng), {}
+def mutated_post(rng: random.Random, service: Service, _: str) -> Sent:
+    fields = {name: value for name, value in FIELDS.items() if rng.random() < 0.7}
+    if rng.random() < 0.1:
+        fields["size"] = SIZE
+    for _ in range(rng.randint(0, 3)):
+        name = rng.choice([*fields, "input_reference", "video_stg_blocks", "guidance_scale", "lora", "x"])
+        name += rng.choice(("",) * 9 + ("[]", "[a]", "[image_url]", "\0", "é"))
+        fields[name] = rng.choice(STRANGE)
+    more = {}
     if rng.random() < 0.2:
         more["idempotency_key"] = rng.choice((b"a", b"b", b"\xff", b"a" * 300, b""))
     if rng.random() < 0.1:
         more["content_length"] = rng.choice((b"-1", b"9" * 30, b"x", b"5"))
     if rng.random() < 0.5:
-        try:
-            body = json.dumps(fields, ensure_ascii=rng.random() < 0.9).encode()
-        except UnicodeEncodeError:
-            body = b'"\xed\xa0\x80"'
+        body = json.dumps(fields, ensure_ascii=rng.random() < 0.9).encode(errors="surrogatepass")
         kind = b"application/json"
     else:
-        if rng.random() < 0.1:
-            fields["input_reference"] = b"\x89PNG\r\n"
+        fields |= {"input_reference": b"\x89PNG\r\n"} if rng.random() < 0.1 else {}
         body, kind = form(fields), FORM
-    path = rng.choice(("/v1/videos",) * 9 + ("/v1/videos/edits", "/v1/videos/é/remix"))
     body = flipped(rng, body) if rng.random() < 0.4 else body
-    return Sent("POST", path, b"", service.headers(kind, **more), body)
+    return Sent("POST", rng.choice(POSTED), b"", service.headers(kind, **more), body)
 
 
-def test_requests_mutated_at_random_are_refused_in_words_and_soon(service):
+@pytest.mark.parametrize("mutated", [mutated_get, mutated_post])
+def test_requests_mutated_at_random_are_refused_with_a_documented_error_and_soon(service, mutated):
     answers, ids = [], [accepted(service)]
 
     def check(chance: random.Random) -> None:
-        sent, began = mutated(chance, service, ids[-1]), time.monotonic()
+        sent = mutated(chance, service, ids[-1])
+        if chance.random() < 0.2:
+            headers = dict(sent.headers)
+            name = chance.choice([*headers])
+            headers[name] = chance.choice((b"", b"\xff", b"a" * 9000, flipped(chance, headers[name]), b"-1", b"1e9"))
+            sent = sent._replace(headers=tuple(headers.items()))
+        began = time.monotonic()
         got = service.ask(sent)
         answers.append(got.status)
         if sent.method == "POST" and got.status == 200:
@@ -150,10 +118,10 @@ def test_requests_mutated_at_random_are_refused_in_words_and_soon(service):
             assert str(service.queue.folder) not in got.body.decode()
 
     on_random(check)
-    assert len({*answers}) > 2  # several ways were gone
-    left = {entry.id for entry in service.queue.page("ada", limit=len(answers))[0]}
+    assert len({*answers}) > 1
     # Of what was refused, and of what was deleted, nothing is left.
-    assert {folder.name for folder in service.queue.folder.iterdir()} == left
+    stored = {entry.id for entry in service.queue.page("ada", limit=len(answers))[0]}
+    assert {folder.name for folder in service.queue.folder.iterdir()} == stored
 
 
 # --- one by one -----------------------------------------------------------------------------------
@@ -170,45 +138,29 @@ def test_an_unexpected_error_is_answered_and_the_connection_serves_the_next_requ
         raise KeyError("planted")
 
     monkeypatch.setattr(JobSubmitter, "accept", fail)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        config = uvicorn.Config(service.app, http="h11", limit_concurrency=8)
-        server = uvicorn.Server(config)
-        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
-        thread.start()
-        while not server.started:
-            time.sleep(0.05)
-        client = http.client.HTTPConnection(*listener.getsockname(), timeout=20)
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {service.token.decode()}"}
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {service.token.decode()}"}
+    with listening(service) as address, closing(http.client.HTTPConnection(*address, timeout=20)) as client:
         client.request("POST", "/v1/videos", json.dumps({"prompt": "rain"}), headers)
-        kept, answer = client.sock, client.getresponse()
-        error = json.loads(answer.read())["error"]
-        assert (answer.status, error["code"]) == (500, "internal_error")
+        connection, answer = client.sock, client.getresponse()
+        assert (answer.status, json.loads(answer.read())["error"]["code"]) == (500, "internal_error")
         client.request("GET", "/health")
-        assert client.sock is kept is not None
         answer = client.getresponse()
+        assert client.sock is connection is not None
         assert (answer.status, json.loads(answer.read())) == (200, {"status": "ok"})
-        client.close()
-        server.should_exit = True
-        thread.join(timeout=20)
 
 
-def test_a_body_that_never_ends_is_given_up(service, monkeypatch):
+@pytest.mark.parametrize(("kind", "start"), [(FORM, b"--b\r\n"), (b"application/json", b"{")])
+def test_a_body_that_never_ends_times_out(service, monkeypatch, kind, start):
     monkeypatch.setattr(limits, "BODY_SECONDS", 0.3)
-    for kind, start in ((FORM, b"--b\r\n"), (b"application/json", b"{")):
-        sent = Sent("POST", "/v1/videos", b"", service.headers(kind), start)
-        got = service.ask(sent, hangs=True)
-        assert (got.status, got.error["code"]) == (408, "request_timeout")
+    got = service.ask(Sent("POST", "/v1/videos", b"", service.headers(kind), start), hangs=True)
+    assert (got.status, got.error["code"]) == (408, "request_timeout")
 
 
-def test_a_body_beyond_the_limit_is_refused_whether_it_says_so_or_not(service):
+def test_a_body_beyond_the_limit_is_refused_with_and_without_its_length(service):
     body = b'{"prompt": "' + b"x" * MOST_BODY + b'"}'
     for more in ({}, {"content_length": b"%d" % len(body)}):
         got = service.ask(Sent("POST", "/v1/videos", b"", service.headers(**more), body))
         assert (got.status, got.error["code"]) == (413, "body_too_large")
-
-
-def test_a_prompt_of_a_megabyte_is_refused_without_repeating_it(service):
     got = post(service, {"prompt": "x" * 1_000_000})
     assert (got.status, got.error["code"]) == (400, "prompt_too_long") and len(got.body) < 500
 
@@ -236,26 +188,21 @@ def test_what_is_called_png_and_is_none_is_refused(service, content, what):
     assert what in got.error["message"] and not list(service.queue.folder.iterdir())
 
 
-def test_what_the_model_cannot_do_is_said_in_the_names_of_fields(service):
-    for fields, words in (
-        ({"guidance_scale": "3"}, "takes no video_cfg_guidance_scale"),
-        ({"seed": "abc"}, "seed: got 'abc', wanted a valid integer"),
-        ({"upscale": "temporal"}, "no temporal upsampler"),
-    ):
-        got = post(service, {"prompt": "waves", "size": SIZE, **fields})
-        assert got.status == 400 and words in got.error["message"]
-        assert "--" not in got.error["message"]
-
-
-def test_rules_between_fields_are_said_by_the_requests_field(service):
-    for fields, param, words in (
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"guidance_scale": "3"}, "video_cfg_guidance_scale", "takes no video_cfg_guidance_scale"),
+        ({"seed": "abc"}, "seed", "seed: got 'abc', wanted a valid integer"),
+        ({"upscale": "temporal"}, "upscale", "no temporal upsampler"),
+        ({"upscale": "spatial"}, "upscale", "this service has no spatial upsampler"),
         ({"negative_prompt": "rain"}, "negative_prompt", "needs nag_scale"),
         ({"num_steps": 20}, "num_inference_steps", "num_inference_steps 20: the distilled recipe"),
-        ({"upscale": "spatial"}, "upscale", "this service has no spatial upsampler"),
-    ):
-        got = post(service, {"prompt": "waves", "size": SIZE, **fields})
-        assert (got.status, got.error["param"]) == (400, param)
-        assert words in got.error["message"] and "--" not in got.error["message"]
+    ],
+)
+def test_refusals_name_the_requests_fields(service, fields, param, message):
+    got = post(service, {"prompt": "waves", "size": SIZE, **fields})
+    assert (got.status, got.error["param"]) == (400, param)
+    assert message in got.error["message"] and "--" not in got.error["message"]
 
 
 def test_the_api_describes_itself_as_it_answers(service):
@@ -282,35 +229,38 @@ def test_the_api_describes_itself_as_it_answers(service):
     assert set(get(service, "/v1/videos/x").error) == set(schemas["ErrorFields"]["properties"])
 
 
-def test_a_list_of_videos_is_asked_for_within_limits(service):
+def test_a_query_outside_its_limits_is_refused(service):
     for query, param in ((b"limit=0", "limit"), (b"limit=1e9", "limit"), (b"order=up", "order")):
         got = get(service, "/v1/videos", query)
         assert (got.status, got.error["param"]) == (400, param)
     assert get(service, "/v1/videos", b"limit=0", authorization=b"").status == 401
 
 
-def test_json_that_curl_sends_as_a_form_is_told_what_to_type(service):
-    headers = service.headers(b"application/x-www-form-urlencoded")
-    got = service.ask(Sent("POST", "/v1/videos", b"", headers, b'{"prompt": "waves"}'))
-    assert got.status == 415 and "Content-Type: application/json" in got.error["message"]
+FIELD = b'--b\r\nContent-Disposition: form-data; name="prompt"\r\n\r\nwaves\r\n'
+URLENCODED = b"application/x-www-form-urlencoded"
 
 
-def test_a_form_that_cannot_be_parsed_is_refused_in_words(service):
-    field = b'--b\r\nContent-Disposition: form-data; name="prompt"\r\n\r\nwaves\r\n'
-    for kind, body in (
-        (FORM + b"; charset=undefined", field + b"--b--\r\n"),
-        (FORM, field.replace(b": ", b"\0: ")),
-        (b"multipart/form-data", field),
-        (b"application/x-www-form-urlencoded", b"prompt=waves&" * 100),
-    ):
-        got = service.ask(Sent("POST", "/v1/videos", b"", service.headers(kind), body))
-        assert (got.status, got.error["code"]) == (400, "invalid_body"), got.body
+@pytest.mark.parametrize(
+    ("kind", "body", "status", "code", "message"),
+    [
+        (URLENCODED, b'{"prompt": "waves"}', 415, "unsupported_media_type", "Content-Type: application/json"),
+        (b"text/plain", b"waves", 415, "unsupported_media_type", "send multipart/form-data or JSON"),
+        (FORM + b"; charset=undefined", FIELD + b"--b--\r\n", 400, "invalid_body", "multipart/form-data"),
+        (FORM, FIELD.replace(b": ", b"\0: "), 400, "invalid_body", "multipart/form-data"),
+        (b"multipart/form-data", FIELD, 400, "invalid_body", "multipart/form-data"),
+        (URLENCODED, b"prompt=waves&" * 100, 400, "invalid_body", "Too many fields"),
+        (FORM, FIELD + FIELD + b"--b--\r\n", 400, "invalid_value", "prompt is sent twice"),
+    ],
+)
+def test_a_body_that_cannot_be_parsed_is_refused(service, kind, body, status, code, message):
+    got = service.ask(Sent("POST", "/v1/videos", b"", service.headers(kind), body))
+    assert (got.status, got.error["code"]) == (status, code) and message in got.error["message"]
 
 
-def test_a_page_of_another_site_can_send_nothing(service):
-    for header, code in (({"origin": b"http://evil.example"}, "wrong_origin"), ({"origin": b"null"}, "wrong_origin")):
-        got = service.ask(Sent("GET", "/v1/videos", b"", service.headers(**header)))
-        assert (got.status, got.error["code"]) == (403, code)
+@pytest.mark.parametrize("origin", [b"http://evil.example", b"null"])
+def test_a_page_of_another_site_can_send_nothing(service, origin):
+    got = get(service, "/v1/videos", origin=origin)
+    assert (got.status, got.error["code"]) == (403, "wrong_origin")
 
 
 # --- a video that is being made -------------------------------------------------------------------
@@ -327,40 +277,45 @@ def test_a_preview_is_its_owners_while_the_video_is_made_and_no_longer(service, 
     queue, id = service.queue, accepted(service)
     path, query = f"/v1/videos/{id}/content", b"variant=preview"
     assert get(service, path, query).error["code"] == "preview_not_found"
-    (entry,) = queue.claim("w", queue.next_batch_key(), 1)
+    entry = claimed(service)
     times = {"denoise_steps_ms": {"stage_1": [1.5]}}
     assert queue.report(entry, 10, {"stage": "stage_1", "preview": "anBlZw=="} | times)
     got = get(service, path, query)
     assert (got.status, got.body) == (200, b"jpeg")
-    assert got.headers[b"content-type"] == b"image/jpeg"
-    assert got.headers[b"cache-control"] == b"no-store"
+    assert (got.headers[b"content-type"], got.headers[b"cache-control"]) == (b"image/jpeg", b"no-store")
     # The object says that there is one; the picture is not in every answer.
-    shown = json.loads(get(service, f"/v1/videos/{id}").body)
-    assert shown["detail"] == {"stage": "stage_1", "preview": True} | times
+    assert video_of(service, id)["detail"] == {"stage": "stage_1", "preview": True} | times
     other = b"Bearer " + new_token(tmp_path / "tokens.json", "bob").encode()
-    for token, status in ((other, 401), (b"", 401)):  # bob's came after the service began
-        assert get(service, path, query, authorization=token).status == status
+    for token in (other, b""):  # bob's came after the service began
+        assert get(service, path, query, authorization=token).status == 401
     assert queue.get("bob", id) is None
     assert queue.complete(entry, 0, times)
     assert get(service, path, query).error["code"] == "preview_not_found"
-    assert json.loads(get(service, f"/v1/videos/{id}").body)["detail"] == times
-
-
-def test_a_video_that_failed_keeps_no_preview(service):
-    queue, id = service.queue, accepted(service)
-    (entry,) = queue.claim("w", queue.next_batch_key(), 1)
-    assert queue.report(entry, 10, {"preview": "anBlZw=="}) and queue.fail(entry, "x", "y")
-    assert queue.get("ada", id).detail is None
+    assert video_of(service, id)["detail"] == times
+    accepted(service)
+    failed = claimed(service)
+    assert queue.report(failed, 10, {"preview": "anBlZw=="}) and queue.fail(failed, "x", "y")
+    assert queue.get("ada", failed.id).detail is None
 
 
 def retried(service: Service, id: str, **headers) -> Got:
     return service.ask(Sent("POST", f"/v1/videos/{id}/retry", b"", service.headers(**headers)))
 
 
+def claimed(service: Service):
+    """The next job, as a worker claims it."""
+    (entry,) = service.queue.claim("w", service.queue.next_batch_key(), 1)
+    return entry
+
+
+def video_of(service: Service, id: str) -> dict:
+    return json.loads(get(service, f"/v1/videos/{id}").body)
+
+
 def test_a_failed_video_is_tried_again_with_its_seed_and_files_and_no_other_is(service):
     queue, id = service.queue, accepted(service, seed=7)
     assert (retried(service, id).status, retried(service, id).error["code"]) == (409, "not_failed")
-    (entry,) = queue.claim("w", queue.next_batch_key(), 1)
+    entry = claimed(service)
     (queue.folder_of(id) / "image-0.png").write_bytes(b"x")
     assert queue.report(entry, 10) and queue.fail(entry, "profile_mismatch", "y")
     assert retried(service, id, authorization=b"").status == 401
@@ -369,17 +324,11 @@ def test_a_failed_video_is_tried_again_with_its_seed_and_files_and_no_other_is(s
         bob = retried(again, id, authorization=f"Bearer {other}".encode())
         assert (bob.status, bob.error["code"]) == (404, "video_not_found")
     video = json.loads(retried(service, id).body)
-    assert (video["id"], video["status"], video["progress"]) == (id, "queued", 0)
-    assert video["error"] is video["completed_at"] is video["started_at"] is None
-    assert (video["seed"], video["ahead"]) == (7, 0)
+    assert (video["id"], video["status"], video["progress"], video["seed"]) == (id, "queued", 0, 7)
+    assert video["error"] is video["completed_at"] is video["started_at"] is None and video["ahead"] == 0
     assert not queue.complete(entry)  # the worker of the failed attempt comes too late
-    (entry,) = queue.claim("w", queue.next_batch_key(), 1)
+    entry = claimed(service)
     assert entry.id == id and (queue.folder_of(id) / "image-0.png").is_file()
-
-
-def test_a_full_queue_takes_no_failed_video_back(service):
-    queue, id = service.queue, accepted(service)
-    (entry,) = queue.claim("w", queue.next_batch_key(), 1)
     queue.fail(entry, "x", "y")
     for _ in range(service.submitter.limits.max_queue):
         accepted(service)
@@ -389,41 +338,27 @@ def test_a_full_queue_takes_no_failed_video_back(service):
 
 def test_a_video_has_the_fields_that_a_request_like_it_needs(service):
     off = {"nag_scale": 1.0}  # needs no graphs
-    sent = {"seed": 7, "two_stage": False, "negative_prompt": "fog", "extra_params": off}
-    video = json.loads(get(service, f"/v1/videos/{accepted(service, **sent)}").body)
+    video = video_of(service, accepted(service, seed=7, two_stage=False, negative_prompt="fog", extra_params=off))
     assert video["settings"] == {"negative_prompt": "fog", "nag_scale": 1.0}
     assert (video["seed"], video["two_stage"], video["inputs"]) == (7, False, [])
-    picture = BytesIO()
-    Image.new("RGB", (64, 64)).save(picture, "PNG")
-    body = form({"prompt": "waves", "size": SIZE, "input_reference": picture.getvalue()})
-    got = service.ask(Sent("POST", "/v1/videos", b"", service.headers(FORM), body))
+    got = post(service, {"prompt": "waves", "size": SIZE, "input_reference": picture((64, 64))})
     assert json.loads(got.body)["inputs"] == ["input_reference"]
-    (entry,) = service.queue.claim("w", service.queue.next_batch_key(), 1)
-    before = int(time.time())
+    entry, before = claimed(service), int(time.time())
     service.queue.report(entry, 10)
-    started = json.loads(get(service, f"/v1/videos/{entry.id}").body)["started_at"]
-    assert before <= started <= time.time()
+    assert before <= video_of(service, entry.id)["started_at"] <= time.time()
 
 
-def test_a_waiting_video_says_how_many_are_before_it_and_the_queue_how_many_wait(service):
-    first, second = accepted(service), accepted(service)
-    places = [json.loads(get(service, f"/v1/videos/{id}").body)["ahead"] for id in (first, second)]
-    assert places == [0, 1]
-    wanted = {"object": "queue", "waiting": 2, "in_progress": 0, "workers": 0}
-    wanted |= {"starting": False}
-    assert json.loads(get(service, "/v1/queue").body) == wanted
+def test_a_waiting_video_has_its_place_and_the_queue_its_counts_and_workers(service):
+    ids = accepted(service), accepted(service)
+    assert [video_of(service, id)["ahead"] for id in ids] == [0, 1]
+    counts = {"object": "queue", "waiting": 2, "in_progress": 0, "workers": 0, "starting": False}
+    assert json.loads(get(service, "/v1/queue").body) == counts
     assert get(service, "/v1/queue", authorization=b"").status == 401
-
-
-def test_a_service_that_starts_its_worker_says_so_until_the_worker_is_alive(service):
     with opened(service.queue.folder.parent, supervised=True) as supervised:
-
-        def state() -> dict:
-            return json.loads(get(supervised, "/v1/queue").body)
-
-        assert (state()["workers"], state()["starting"]) == (0, True)
-        supervised.queue.renew("w", {})
-        assert (state()["workers"], state()["starting"]) == (1, False)
+        for workers, starting in ((0, True), (1, False)):
+            state = json.loads(get(supervised, "/v1/queue").body)
+            assert (state["workers"], state["starting"]) == (workers, starting)
+            supervised.queue.renew("w", {})
 
 
 def test_the_apis_address_points_at_the_page_the_documentation_and_the_endpoints(service):
@@ -451,17 +386,11 @@ def test_a_request_chooses_among_the_commands_sets_of_loras(service, tmp_path):
     service.sizes.lora_sets = sets
     (model,) = json.loads(get(service, "/v1/models").body)["data"]
     assert model["lora_sets"] == {"default": [], "anime": [{"name": "style.safetensors", "strength": 0.8}]}
+    assert model["default"]["size"] == SIZE and model["default"] in model["sizes"]
     for name, loras in (("anime", sets["anime"].loras), ("default", ()), (None, ())):
         fields = {"prompt": "waves crash"} | ({"lora_set": name} if name else {})
-        id = json.loads(post(service, fields).body)["id"]
-        entry = service.queue.get("ada", id)
+        entry = service.queue.get("ada", json.loads(post(service, fields).body)["id"])
         assert job_of(entry.params, tmp_path).loras == loras
-    keys = {entry.batch_key for entry in service.queue.page("ada")[0]}
-    assert len(keys) == 2  # jobs of one set are made together
+    assert len({entry.batch_key for entry in service.queue.page("ada")[0]}) == 2  # one set's jobs are made together
     refused = post(service, {"prompt": "waves crash", "lora_set": "noir"})
     assert (refused.status, refused.error["param"]) == (400, "lora_set")
-
-
-def test_the_model_says_what_a_request_gets_that_says_nothing(service):
-    (model,) = json.loads(get(service, "/v1/models").body)["data"]
-    assert model["default"]["size"] == SIZE and model["default"] in model["sizes"]

@@ -4,11 +4,13 @@ import json
 import re
 from contextlib import contextmanager
 from html.parser import HTMLParser
+from io import BytesIO
 
 import pytest
 import torch
 from conftest import ROOT
 from helpers import picture_frames, tone, write_film, write_sound
+from hypothesis import given, settings, strategies
 from PIL import Image
 from safetensors.torch import save_file
 
@@ -16,11 +18,13 @@ pytest.importorskip("fastapi", reason="the extra is not installed: pip install -
 
 from jobs import make_job, read_clip
 from service_app import FORM, SIZE, SMALL, Got, Sent, Service, Workspace, form, get, opened
+from starlette.datastructures import UploadFile
 
 from ltx_neuron.config.release import RELEASES
 from ltx_neuron.job import Size
 from ltx_neuron.sampling.conditions import AttentionMask, ImageCondition, ReferenceAudio, ReferenceVideo, Retake
-from ltx_neuron.service.api_error import ERRORS
+from ltx_neuron.service.api_error import ERRORS, ApiError
+from ltx_neuron.service.fields import VideoRequest, read_request
 from ltx_neuron.service.jobs import job_of
 from ltx_neuron.service.openapi import EXAMPLES
 from ltx_neuron.weights.lora import Lora
@@ -106,6 +110,92 @@ def test_the_description_is_valid_openapi(described):
     validate = pytest.importorskip("openapi_spec_validator").validate
     validate(described)
     assert described["openapi"].startswith("3.1")
+
+
+# --- properties of the body's schema --------------------------------------------------------------
+
+
+def alternatives(schema: dict) -> list[dict]:
+    return [kind for kind in schema.get("anyOf", [schema]) if kind.get("type") != "null"]
+
+
+def outside(schema: dict) -> list:
+    """Values just outside a field's limits, and of another type than any that it takes."""
+    kinds = alternatives(schema)
+    values = [kind[limit] + sign for kind in kinds for limit, sign in BEYOND.items() if limit in kind]
+    values += ["x" * (kind["maxLength"] + 1) for kind in kinds if "maxLength" in kind]
+    values += [[{}] * (kind["maxItems"] + 1) for kind in kinds if "maxItems" in kind]
+    no_text = any("enum" in kind or kind.get("type") in NOT_TEXT for kind in kinds)
+    values += ["x"] * (no_text or any(not re.search(kind.get("pattern", ""), "x") for kind in kinds))
+    return values + [{"a": {}}, [[]]]
+
+
+BEYOND = {"minimum": -1, "exclusiveMinimum": 0, "maximum": 1, "exclusiveMaximum": 0}
+NOT_TEXT = "integer", "number", "boolean", "array"
+SCHEMA = VideoRequest.model_json_schema()
+OUTSIDE = [
+    pytest.param(name, value, id=f"{name} {str(value)[:20]}")
+    for name, schema in SCHEMA["properties"].items()
+    if name != "extra_params"
+    for value in outside(schema)
+]
+
+
+@pytest.mark.parametrize(("name", "value"), OUTSIDE)
+def test_a_value_outside_the_schema_is_refused_by_its_fields_name(name, value):
+    with pytest.raises(ApiError) as caught:
+        read_request({"prompt": "waves"} | {name: value})
+    error = caught.value
+    assert (error.status, error.code in ERRORS[400]) == (400, True)
+    assert error.param.partition("[")[0] == name and error.message.startswith(error.param.partition("[")[0])
+    assert len(json.dumps(error.content)) < 500
+
+
+def of_schema(schema: dict):
+    """A strategy of the values that a schema describes."""
+    if "$ref" in schema:
+        return of_schema(SCHEMA["$defs"][schema["$ref"].rpartition("/")[2]])
+    if "anyOf" in schema:
+        return strategies.one_of(*map(of_schema, schema["anyOf"]))
+    if "enum" in schema:
+        return strategies.sampled_from(schema["enum"])
+    low, high = schema.get("minimum", schema.get("exclusiveMinimum")), schema.get("maximum")
+    ends = {"exclude_min": "exclusiveMinimum" in schema, "exclude_max": "exclusiveMaximum" in schema}
+    match schema.get("type"):
+        case "integer":
+            high, step = schema.get("exclusiveMaximum", (high or 2**40) + 1) - 1, schema.get("multipleOf", 1)
+            return strategies.integers(None if low is None else -(-low // step), high // step).map(lambda n: n * step)
+        case "number":
+            high = schema.get("exclusiveMaximum", 1e6 if high is None else high)
+            return strategies.floats(-1e6 if low is None else low, high, allow_nan=False, **ends)
+        case "string" if "data:" in schema.get("description", ""):
+            return strategies.just("data:image/png;base64,AAAA")
+        case "string" if schema.get("format") == "binary":
+            return strategies.builds(lambda: UploadFile(BytesIO(b"file")))
+        case "string" if "pattern" in schema:
+            return strategies.from_regex(schema["pattern"], fullmatch=True).filter(lambda text: len(text) <= 12)
+        case "string":
+            return strategies.text(max_size=min(12, schema.get("maxLength", 12)))
+        case "array":
+            return strategies.lists(of_schema(schema["items"]), max_size=min(3, schema.get("maxItems", 3)))
+        case "object" if "properties" in schema:
+            fields = {name: of_schema(field) for name, field in schema["properties"].items()}
+            required = {name: fields.pop(name) for name in schema.get("required", ())}
+            return strategies.fixed_dictionaries(required, optional=fields)
+        case "boolean":
+            return strategies.booleans()
+    return strategies.none()
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEMA["properties"] if name not in ("prompt", "extra_params")])
+def test_a_value_within_the_schema_is_read(name):
+    @settings(max_examples=15, deadline=None)
+    @given(of_schema(SCHEMA["properties"][name]))
+    def check(value):
+        request = read_request({"prompt": "waves", "extra_params": {name: value}})
+        assert request.digest == read_request({"prompt": "waves", name: value}).digest
+
+    check()
 
 
 def test_every_example_of_a_body_is_accepted_and_fits_its_schema(service, described, files):

@@ -32,23 +32,18 @@ def service(tmp_path):
 # --- the files ------------------------------------------------------------------------------------
 
 
-def test_the_page_and_its_files_name_no_other_site(service):
-    found = {path: get(service, path) for path in FILES}
-    assert all(got.status == 200 for got in found.values())
-    named = re.findall(r"(?:src|href)=\"([^\"]*)", found["/"].body.decode())
-    assert {f"/{name}" for name in named} == {*FILES, "/docs"} - {"/"}
-    text = "".join(got.body.decode() for got in found.values())
-    assert set(re.findall(r"https?://[^\"' ]*", text)) == {"http://www.w3.org/2000/svg"}
-
-
-def test_the_browser_runs_only_the_pages_own_files(service):
-    for path in FILES:
-        policy = get(service, path).headers[b"content-security-policy"].decode()
-        assert "default-src 'self'" in policy and "frame-ancestors 'none'" in policy
-        sources = {source for part in policy.split(";") for source in part.split()[1:]}
-        assert sources == {"'self'", "'none'"}
-    html = get(service, "/").body.decode()
+def test_the_page_and_its_files_name_no_other_site_and_run_no_other_script(service):
+    answers = {path: get(service, path) for path in FILES}
+    assert all(got.status == 200 for got in answers.values())
+    html = answers["/"].body.decode()
+    assert {f"/{name}" for name in re.findall(r"(?:src|href)=\"([^\"]*)", html)} == {*FILES, "/docs"} - {"/"}
     assert not re.search(r"<style|\sstyle=|\son\w+=|<script(?! type=\"module\" src=)", html)
+    text = "".join(got.body.decode() for got in answers.values())
+    assert set(re.findall(r"https?://[^\"' ]*", text)) == {"http://www.w3.org/2000/svg"}
+    for got in answers.values():
+        policy = got.headers[b"content-security-policy"].decode()
+        assert "default-src 'self'" in policy and "frame-ancestors 'none'" in policy
+        assert {source for part in policy.split(";") for source in part.split()[1:]} == {"'self'", "'none'"}
 
 
 def test_every_field_of_the_page_is_one_that_the_api_knows():
@@ -63,7 +58,7 @@ def test_every_field_of_the_page_is_one_that_the_api_knows():
     assert kinds == [f"image/{name.lower()}" for name in FORMATS]
 
 
-def test_the_page_tells_nothing_of_the_service_to_who_has_no_token(service):
+def test_without_a_token_the_page_shows_nothing_of_the_service_but_its_schema(service):
     for path in FILES:
         text = get(service, path, authorization=b"").body.decode()
         for word in (SIZE, '"tiny"', "ada", str(service.queue.folder)):
@@ -71,9 +66,6 @@ def test_the_page_tells_nothing_of_the_service_to_who_has_no_token(service):
     for method in ("GET", "POST", "DELETE"):
         got = service.ask(Sent(method, "/session", b"", service.headers(authorization=b"")))
         assert got.status == 401 and b"set-cookie" not in got.headers
-
-
-def test_the_schema_that_the_page_draws_its_limits_from_is_there_with_the_page(service):
     described = json.loads(get(service, "/openapi.json", authorization=b"").body)
     assert "maxLength" in described["components"]["schemas"]["VideoRequest"]["properties"]["prompt"]
     assert not {"/", "/session"} & described["paths"].keys()
@@ -102,17 +94,23 @@ def test_a_token_becomes_a_cookie_that_no_script_and_no_other_site_gets(service)
     assert b"httponly" in cookie and b"samesite=strict" in cookie and b"secure" not in cookie
     got = service.ask(Sent("POST", "/session", b"", service.headers(origin=b"https://a", host=b"a")))
     assert b"secure" in got.headers[b"set-cookie"].lower()
+    deleted = ask(service, signed_in(service), "DELETE", "/session", origin=OWN).headers[b"set-cookie"].lower()
+    assert b'ltx_session=""' in deleted and b"max-age=0" in deleted
 
 
-def test_the_cookie_stands_for_its_token_in_what_the_page_asks(service):
+def test_the_cookie_stands_for_its_token_in_what_the_page_asks(service, tmp_path):
     cookie = signed_in(service)
     assert ask(service, cookie, path="/session").body == b'{"owner":"ada"}'
-    made = json.loads(ask(service, cookie, "POST", origin=OWN).body)
+    video = f"/v1/videos/{json.loads(ask(service, cookie, 'POST', origin=OWN).body)['id']}"
     listed = json.loads(get(service, "/v1/videos").body)["data"]
-    assert [video["id"] for video in listed] == [made["id"]]
-    own = ask(service, cookie, path=f"/v1/videos/{made['id']}", sec_fetch_site=b"same-origin")
-    assert own.status == 200
-    assert ask(service, cookie, "DELETE", f"/v1/videos/{made['id']}", origin=OWN).status == 200
+    assert [f"/v1/videos/{entry['id']}" for entry in listed] == [video]
+    assert ask(service, cookie, path=video, sec_fetch_site=b"same-origin").status == 200
+    assert ask(service, cookie, "DELETE", video, origin=OWN).status == 200
+    assert ask(service, b"ltx_session=ltxn_wrong").status == 401
+    assert ask(service, cookie, authorization=b"Bearer wrong").status == 401
+    with opened(tmp_path, page=True, tokens=False) as local:
+        got = get(local, "/session", authorization=b"")
+        assert (got.status, json.loads(got.body)) == (200, {"owner": None})
 
 
 FOREIGN = [
@@ -136,39 +134,13 @@ def test_the_cookie_is_no_token_in_what_others_have_the_browser_ask(service, met
     assert len(json.loads(get(service, "/v1/videos").body)["data"]) == 1
 
 
-def test_a_cookie_of_a_wrong_token_or_beside_a_wrong_header_opens_nothing(service):
-    assert ask(service, b"ltx_session=ltxn_wrong").status == 401
-    assert ask(service, signed_in(service), authorization=b"Bearer wrong").status == 401
-
-
-def test_signing_out_deletes_the_cookie(service):
-    cookie = signed_in(service)
-    gone = ask(service, cookie, "DELETE", "/session", origin=OWN).headers[b"set-cookie"].lower()
-    assert b'ltx_session=""' in gone and b"max-age=0" in gone
-
-
-def test_without_tokens_nobody_signs_in(tmp_path):
-    with opened(tmp_path, page=True, tokens=False) as local:
-        got = get(local, "/session", authorization=b"")
-        assert (got.status, json.loads(got.body)) == (200, {"owner": None})
-
-
 # --- red team -------------------------------------------------------------------------------------
 
 
-OUTSIDE = [
-    "/web/../page.py",
-    "/web/..",
-    "/web//etc/passwd",
-    "/web/%2e%2e/page.py",
-    "/web/..\\page.py",
-    "/web/",
-    "/index.html",
-    "/page.py",
-]
+OUTSIDE = "/web/../page.py /web/.. /web//etc/passwd /web/%2e%2e/page.py /web/..\\page.py /web/ /index.html /page.py"
 
 
-@pytest.mark.parametrize("path", OUTSIDE)
+@pytest.mark.parametrize("path", OUTSIDE.split())
 def test_no_path_of_the_page_leads_to_another_file(service, path):
     got = get(service, path, b"name=../page.py")
     assert got.status == 404 and got.error["code"] == "not_found"
@@ -181,7 +153,7 @@ def test_a_body_sent_to_the_pages_own_routes_is_bounded(service):
         assert service.ask(Sent(method, path, b"", headers, body)).status == 413
 
 
-def test_what_other_sites_ask_of_the_page_is_refused(service, tmp_path):
+def test_requests_of_other_sites_and_without_a_page_are_refused(service, tmp_path):
     for path in (*FILES, "/session"):
         got = get(service, path, origin=EVIL)
         assert (got.status, got.error["code"]) == (403, "wrong_origin"), path
@@ -190,12 +162,9 @@ def test_what_other_sites_ask_of_the_page_is_refused(service, tmp_path):
         got = get(local, "/", host=b"evil.example")  # a name that was rebound to this machine
         assert (got.status, got.error["code"]) == (403, "wrong_host")
         assert get(local, "/").status == 200
-
-
-def test_without_a_page_there_is_no_route_of_it(tmp_path):
-    with opened(tmp_path) as service:
+    with opened(tmp_path) as without_page:
         for path in (*FILES, "/session"):
-            assert get(service, path).error["code"] == "not_found"
+            assert get(without_page, path).error["code"] == "not_found"
 
 
 def test_the_pages_files_go_with_the_package():

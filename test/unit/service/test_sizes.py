@@ -39,40 +39,33 @@ def test_a_recorded_size_offers_its_transpose_and_the_sizes_of_its_stages():
     }
 
 
-def test_a_size_that_nobody_compiled_is_not_listed_though_a_graph_has_its_tokens():
-    same = Size(256, 1536, 121)  # as many pixels
+def test_graphs_without_a_recorded_size_serve_who_requests_exactly_that():
+    same = Size(256, 1536, 121)  # as many pixels: the graph has its tokens
     assert make_job("", same).buckets == make_job("", SMALL).buckets
-    sizes = registry(SMALL)
-    assert same not in {each.size for each in sizes.compiled}
-    # Who asks for exactly that gets it.
-    assert sizes.choose(RequestedSize(height=256, width=1536)).size == same
-
-
-def test_a_record_with_a_rate_that_no_video_has_offers_nothing():
-    for rate in (0, float("nan"), "24"):
-        sizes = registry(SMALL)
-        sizes.workspace.recorded["damaged"] = [vars(LARGE) | {"frame_rate": rate, "recipe": "dev"}]
-        assert {each.size for each in sizes.compiled} == {SMALL, TALL}
-
-
-def test_what_is_compiled_for_the_dev_recipe_is_offered_for_it_alone():
-    assert {each.recipe for each in registry(SMALL, recipe="dev").compiled} == {"dev"}
-
-
-def test_graphs_without_a_recorded_size_serve_who_asks_for_it_exactly():
     large = Size(512, 1024, 121)
     sizes = registry(SMALL, large)
-    name = make_job("", large).buckets[0].name
-    sizes.workspace.recorded[name] = []  # an earlier version compiled them
-    assert {each.size for each in sizes.compiled} == {SMALL, TALL}
-    assert sizes.choose(RequestedSize(height=512, width=1024)).size == large
+    sizes.workspace.recorded[make_job("", large).buckets[0].name] = []  # an earlier version compiled them
+    assert {size.size for size in sizes.compiled} == {SMALL, TALL}
+    for size in (same, large):
+        assert sizes.choose(RequestedSize(height=size.height, width=size.width)).size == size
 
 
-@pytest.mark.parametrize("record", [{}, {"recipe": "dev"}, {"height": 5}, {"recipe": "dev", "height": "a"}, "x"])
+@pytest.mark.parametrize(
+    "record",
+    [{}, {"recipe": "dev"}, {"height": 5}, {"recipe": "dev", "height": "a"}, "x"]
+    + [vars(LARGE) | {"frame_rate": rate, "recipe": "dev"} for rate in (0, float("nan"), "24")],
+)
 def test_a_damaged_record_offers_nothing(record):
     sizes = registry(SMALL)
     sizes.workspace.recorded["other"] = [record]
-    assert {each.size for each in sizes.compiled} == {SMALL, TALL}
+    assert {size.size for size in sizes.compiled} == {SMALL, TALL}
+
+
+def test_sizes_are_offered_for_their_recipe_and_two_stages_with_an_upsampler():
+    assert {size.recipe for size in registry(SMALL, recipe="dev").compiled} == {"dev"}
+    without = SizeRegistry(Compiled(LARGE), CompiledSize(SMALL, "distilled"), upsamplers=())
+    assert not any(size.size.two_stage for size in without.compiled)
+    assert any(size.size.two_stage for size in registry(LARGE).compiled)
 
 
 def test_sizes_are_read_again_when_a_manifest_changes(tmp_path):
@@ -111,7 +104,7 @@ def test_a_request_that_says_nothing_gets_the_default_or_what_there_is():
 
 def test_a_value_given_is_taken_and_an_omitted_one_is_what_is_compiled_with_it():
     sizes = SMALL, TALL, Size(704, 1280, 97), replace(LARGE, num_frames=97)
-    for requested, wanted in (
+    for requested, expected in (
         (RequestedSize(width=1280, height=704), sizes[2]),
         (RequestedSize(width=704, height=1280), replace(sizes[2], height=1280, width=704)),
         (RequestedSize(num_frames=97), sizes[3].first),
@@ -120,7 +113,7 @@ def test_a_value_given_is_taken_and_an_omitted_one_is_what_is_compiled_with_it()
         # The sound of its frames has as many tokens as at 24.
         (RequestedSize(frame_rate=23.976), replace(SMALL, frame_rate=23.976)),
     ):
-        assert chosen(requested, *sizes) == wanted
+        assert chosen(requested, *sizes) == expected
 
 
 def test_whole_seconds_are_frames_of_the_model():
@@ -181,31 +174,24 @@ def test_an_image_needs_a_graph_that_holds_images():
         assert {*inputs} - {"audio_reference"} == {field}
 
 
-def test_two_stages_are_offered_if_there_is_an_upsampler():
-    without = SizeRegistry(Compiled(LARGE), CompiledSize(SMALL, "distilled"), upsamplers=())
-    assert not any(each.size.two_stage for each in without.compiled)
-    assert any(each.size.two_stage for each in registry(LARGE).compiled)
-
-
-def test_what_needs_the_distilled_lora_is_offered_with_it_alone():
-    workspace = Compiled(LARGE, recipe="dev")
+def test_refinement_is_offered_with_the_distilled_lora_alone():
     for distilled in ((), (LoraFile("/lora", 1.0),)):
         sets = {"default": Job(distilled_lora=distilled)}
-        found = SizeRegistry(workspace, CompiledSize(SMALL, "dev"), {"spatial"}, sets)
-        assert {each.refines for each in found.compiled} == {False} | {bool(distilled)}
-        for each in found.compiled:
-            assert found.loras(None, each)["distilled_lora"] == (distilled if each.refines else ())
+        sizes = SizeRegistry(Compiled(LARGE, recipe="dev"), CompiledSize(SMALL, "dev"), {"spatial"}, sets)
+        assert {size.refines for size in sizes.compiled} == {False} | {bool(distilled)}
+        for size in sizes.compiled:
+            assert sizes.loras(None, size)["distilled_lora"] == (distilled if size.refines else ())
 
 
 def test_a_set_of_loras_is_chosen_by_its_name():
     style = (LoraFile("/style", 1.0),)
     sets = {"default": Job(), "anime": Job(lora=style)}
-    found = SizeRegistry(Compiled(SMALL), CompiledSize(SMALL, "distilled"), (), sets)
-    size = found.choose(RequestedSize())
-    assert found.loras("anime", size)["lora"] == style
-    assert found.loras(None, size) == found.loras("default", size) == dict.fromkeys(LORAS, ())
+    sizes = SizeRegistry(Compiled(SMALL), CompiledSize(SMALL, "distilled"), (), sets)
+    size = sizes.choose(RequestedSize())
+    assert sizes.loras("anime", size)["lora"] == style
+    assert sizes.loras(None, size) == sizes.loras("default", size) == dict.fromkeys(LORAS, ())
     with pytest.raises(ApiError, match="unknown lora_set 'noir'; known: 'default', 'anime'"):
-        found.loras("noir", size)
+        sizes.loras("noir", size)
 
 
 def test_with_neuron_vae_a_size_is_offered_if_its_decoder_is_compiled():

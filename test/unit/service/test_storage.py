@@ -39,13 +39,13 @@ def service(tmp_path):
         yield made
 
 
-def post(service: Service):
-    body = json.dumps({"prompt": "waves", "size": SIZE}).encode()
-    return service.ask(Sent("POST", "/v1/videos", b"", service.headers(), body))
+def request(service: Service, method: str = "POST", path: str = "/v1/videos"):
+    body = json.dumps({"prompt": "waves", "size": SIZE}).encode() if method == "POST" else b""
+    return service.ask(Sent(method, path, b"", service.headers(), body))
 
 
-def delete(service: Service, id: str):
-    return service.ask(Sent("DELETE", f"/v1/videos/{id}", b"", service.headers()))
+def queue_of(folder: Path) -> closing:
+    return closing(Queue(folder / "queue.sqlite", folder / "jobs"))
 
 
 # --- what a client is told ------------------------------------------------------------------------
@@ -89,9 +89,11 @@ def disk_fails(queue: Queue, monkeypatch):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def damaged(change):
+def damaged(change, checkpoint: bool = False):
     @contextmanager
     def damage(queue: Queue, monkeypatch):
+        if checkpoint:
+            truncate_log(queue.database.path)
         change(queue.database.path)
         queue.database._idle.clear()
         yield
@@ -99,56 +101,58 @@ def damaged(change):
     return damage
 
 
-def halved(path: Path) -> None:
+def truncate_log(path: Path) -> None:
     with closing(sqlite3.connect(path)) as connection:
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+
+
+def halve(path: Path) -> None:
     os.truncate(path, os.path.getsize(path) // 2)
 
 
-def overwritten(path: Path) -> None:
-    with closing(sqlite3.connect(path)) as connection:
-        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
-    with open(path, "r+b") as file:
-        file.write(b"garbage!" * 64)
-
-
-def replaced(path: Path) -> None:
+def replace(path: Path) -> None:
     path.rename(path.with_name("other"))
     path.write_bytes(path.with_name("other").read_bytes())
 
 
+def write_at(path: Path, place: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(place)
+        file.write(os.urandom(4096))
+
+
+FAILED = 500, "storage_failed", False
 ANSWERS = {
     "full": (full, 507, "storage_full", True),
     "locked": (locked, 503, "storage_unavailable", True),
-    "disk fails": (disk_fails, 500, "storage_failed", False),
-    "emptied": (damaged(lambda path: os.truncate(path, 0)), 500, "storage_failed", False),
-    "cut": (damaged(halved), 500, "storage_failed", False),
-    "overwritten": (damaged(overwritten), 500, "storage_failed", False),
-    "deleted": (damaged(Path.unlink), 500, "storage_failed", False),
-    "replaced": (damaged(replaced), 500, "storage_failed", False),
-    "log deleted": (*(damaged(lambda path: os.unlink(f"{path}-wal")), 500, "storage_failed", False),),
+    "disk fails": (disk_fails, *FAILED),
+    "emptied": (damaged(lambda path: os.truncate(path, 0)), *FAILED),
+    "cut": (damaged(halve, checkpoint=True), *FAILED),
+    "overwritten": (damaged(lambda path: write_at(path, 0), checkpoint=True), *FAILED),
+    "deleted": (damaged(Path.unlink), *FAILED),
+    "replaced": (damaged(replace), *FAILED),
+    "log deleted": (damaged(lambda path: os.unlink(f"{path}-wal")), *FAILED),
 }
 
 
 @pytest.mark.parametrize("kind", ANSWERS)
-def test_each_trouble_of_the_database_has_its_own_answer_and_one_line(service, kind, monkeypatch, capsys):
-    trouble, status, code, retry = ANSWERS[kind]
+def test_each_failure_of_the_database_has_its_own_answer_and_one_line_of_the_log(service, kind, monkeypatch, capsys):
+    failure, status, code, retry = ANSWERS[kind]
     service.submitter.limits = Limits()
     for _ in range(20):  # several pages
-        assert post(service).status == 200
+        assert request(service).status == 200
     folders = set(service.queue.folder.iterdir())
-    with trouble(service.queue, monkeypatch):
+    with failure(service.queue, monkeypatch):
         for _ in range(2):
-            got = post(service)
-            if kind == "full":  # until the free parts of its pages are used
-                while got.status == 200:
-                    folders.add(service.queue.folder / json.loads(got.body)["id"])
-                    got = post(service)
-            assert (got.status, got.error["code"]) == (status, code)
-            assert got.headers[b"x-should-retry"] == (b"true" if retry else b"false")
-            assert str(service.queue.database.path) not in got.body.decode()
-    told = capsys.readouterr()
-    assert told.out.count(f"{service.queue.database.path}: ") == 1 and "Traceback" not in told.err
+            answer = request(service)
+            while kind == "full" and answer.status == 200:  # until the free parts of its pages are used
+                folders.add(service.queue.folder / json.loads(answer.body)["id"])
+                answer = request(service)
+            assert (answer.status, answer.error["code"]) == (status, code)
+            assert answer.headers[b"x-should-retry"] == (b"true" if retry else b"false")
+            assert str(service.queue.database.path) not in answer.body.decode()
+    printed = capsys.readouterr()
+    assert printed.out.count(f"{service.queue.database.path}: ") == 1 and "Traceback" not in printed.err
     assert set(service.queue.folder.iterdir()) == folders  # nothing goes, nothing is left
 
 
@@ -206,23 +210,23 @@ def deletes_on_a_full_disk(folder: Path) -> None:
     """What an operator needs: with the service that runs, and with one that starts."""
     with opened(folder) as service:
         queue, reserve = service.queue, folder / "queue.sqlite.reserve"
-        ids = [json.loads(post(service).body)["id"] for _ in range(6)]
+        ids = [json.loads(request(service).body)["id"] for _ in range(6)]
         queue.sweep(1e9, 10**18)
         assert reserve.stat().st_size == RESERVE
         (running,) = queue.claim("w", queue.next_batch_key(), 1)
         fill(folder)
-        got = post(service)
-        assert (got.status, got.error["code"]) == (507, "storage_full")
+        answer = request(service)
+        assert (answer.status, answer.error["code"]) == (507, "storage_full")
         with pytest.raises(StorageError):
             queue.claim("w", queue.next_batch_key(), 1)
         assert queue.report(running, 40) and queue.get("ada", running.id).progress == 0
         for id in ids[1:3]:
-            assert delete(service, id).status == 200
+            assert request(service, "DELETE", f"/v1/videos/{id}").status == 200
             assert get(service, f"/v1/videos/{id}").status == 404
             fill(folder)  # others take what it freed
         assert queue.complete(running) and queue.get("ada", running.id).progress == 100
         fill(folder)
-    with closing(Queue(folder / "queue.sqlite", folder / "jobs")) as queue:  # started again
+    with queue_of(folder) as queue:  # started again
         fill(folder)
         with exclusive(folder / "worker", "serving"):
             queue.release_worker(None, crashed=True)
@@ -244,7 +248,7 @@ def test_on_a_full_disk_jobs_are_deleted_and_ended_and_no_job_is_taken(tmp_path)
 
 def test_the_reserve_leaves_a_nearly_full_disk_alone(tmp_path):
     def check() -> None:
-        with closing(Queue(tmp_path / "queue.sqlite", tmp_path / "jobs")) as queue:
+        with queue_of(tmp_path) as queue:
             (tmp_path / "others").write_bytes(bytes(20 * 2**20))
             queue.sweep(1e9, 10**18)
             held, free = queue.database.reserve.stat().st_size, os.statvfs(tmp_path)
@@ -269,8 +273,7 @@ def killed_service(folder: Path, keep_log: bool) -> str:
         for number in range(40):
             queue.submit(NewJob(id[:-2] + f"{number:02}", "ada", "d", "k", {"p": "x" * 999}, {}))
         if not keep_log:
-            with closing(sqlite3.connect(folder / "queue.sqlite")) as connection:
-                connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+            truncate_log(folder / "queue.sqlite")
         os._exit(0)
 
     assert exit_code(forked(serve)) == 0
@@ -279,18 +282,12 @@ def killed_service(folder: Path, keep_log: bool) -> str:
 
 DAMAGES = {
     "emptied": lambda path: os.truncate(path, 0),
-    "cut": lambda path: os.truncate(path, os.path.getsize(path) // 2),
+    "cut": halve,
     "cut within a page": lambda path: os.truncate(path, os.path.getsize(path) - 100),
-    "a header of garbage": lambda path: written_at(path, 0),
-    "a page of garbage": lambda path: written_at(path, 4096 * 3),
+    "a header of garbage": lambda path: write_at(path, 0),
+    "a page of garbage": lambda path: write_at(path, 4096 * 3),
     "deleted": Path.unlink,
 }
-
-
-def written_at(path: Path, place: int) -> None:
-    with open(path, "r+b") as file:
-        file.seek(place)
-        file.write(os.urandom(4096))
 
 
 def content_of(folder: Path) -> dict[str, bytes]:
@@ -305,54 +302,46 @@ def refusal_of(folder: Path, database: Path | None = None) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=list(DAMAGES))
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["", "by --database"])
-def test_a_damaged_database_is_refused_and_the_printed_command_keeps_what_there_is(tmp_path, damage, elsewhere):
+def test_a_damaged_database_is_refused_and_the_printed_command_moves_it_away(tmp_path, damage, elsewhere):
     data = tmp_path / "my data"
-    data.mkdir()
     id = killed_service(data, keep_log=False)
-    path = data / "queue.sqlite"
-    if elsewhere:
-        (tmp_path / "fast").mkdir()
-        for part in data.glob("queue.sqlite*"):
-            part.rename(tmp_path / "fast" / part.name)
-        path = tmp_path / "fast/queue.sqlite"
-    DAMAGES[damage](path)
-    left = content_of(path.parent)
-    told = refusal_of(data, path)
-    assert content_of(path.parent) == left
-    command = told.partition("begin a new queue: ")[2].split("\n")[0]
+    path = (tmp_path / "fast" if elsewhere else data) / "queue.sqlite"
+    path.parent.mkdir(exist_ok=True)
+    for part in data.glob("queue.sqlite*"):
+        part.rename(path.parent / part.name)
+    damage(path)
+    content = content_of(path.parent)
+    message = refusal_of(data, path)
+    assert content_of(path.parent) == content
+    command = message.partition("begin a new queue: ")[2].split("\n")[0]
     subprocess.run(["sh", "-ec", command], check=True)
-    kept = tmp_path / "my data.damaged"
-    assert (kept / "jobs" / id / "video.mp4").read_bytes() == b"video"
-    assert content_of(kept) == left
+    moved = tmp_path / "my data.damaged"
+    assert (moved / "jobs" / id / "video.mp4").read_bytes() == b"video"
+    assert content_of(moved) == content
     with closing(Queue(path, data / "jobs")) as queue:
         assert sum(queue.counts().values()) == 0
 
 
-def test_jobs_that_are_in_the_log_alone_outlive_a_lost_index_and_no_log_is_deleted(tmp_path):
-    killed_service(tmp_path, keep_log=True)
-    os.unlink(tmp_path / "queue.sqlite-shm")
-    with closing(Queue(tmp_path / "queue.sqlite", tmp_path / "jobs")) as queue:
+def test_jobs_in_the_log_alone_outlive_a_lost_index_and_a_lost_log_is_refused(tmp_path):
+    folders = [tmp_path / name for name in ("index", "database", "log")]
+    for folder in folders:
+        killed_service(folder, keep_log=True)
+    without_index, emptied, without_log = folders
+    os.unlink(without_index / "queue.sqlite-shm")
+    with queue_of(without_index) as queue:
         assert queue.counts()["queued"] == 40
-    log = tmp_path / "second"
-    log.mkdir()
-    killed_service(log, keep_log=True)
-    size = os.path.getsize(log / "queue.sqlite-wal")
-    os.truncate(log / "queue.sqlite", 0)
-    refusal_of(log)
-    assert os.path.getsize(log / "queue.sqlite-wal") == size > 0
+    size = os.path.getsize(emptied / "queue.sqlite-wal")
+    os.truncate(emptied / "queue.sqlite", 0)
+    refusal_of(emptied)
+    assert os.path.getsize(emptied / "queue.sqlite-wal") == size > 0
+    os.unlink(without_log / "queue.sqlite-wal")
+    assert "it is empty" in refusal_of(without_log)  # and its jobs' folders are no orphans
 
 
-def test_a_database_whose_log_was_deleted_is_refused_and_its_jobs_are_not_orphans(tmp_path):
-    killed_service(tmp_path, keep_log=True)
-    os.unlink(tmp_path / "queue.sqlite-wal")
-    assert "it is empty" in refusal_of(tmp_path)
-
-
-def test_a_queue_that_cannot_be_opened_on_a_full_disk_says_that_it_is_full(tmp_path):
+def test_a_queue_that_cannot_be_opened_on_a_full_disk_reports_a_full_disk(tmp_path):
     killed_service(tmp_path / "before", keep_log=False)
-
     (tmp_path / "disk").mkdir()
 
     def check() -> None:
@@ -389,7 +378,7 @@ def test_no_worker_is_started_while_the_database_cannot_be_used(tmp_path, monkey
     monkeypatch.setattr(database, "_BUSY_SECONDS", 0.01)
     started = tmp_path / "started"
     command = ["sh", "-c", f"echo >> {shlex.quote(str(started))}"]
-    with closing(Queue(tmp_path / "queue.sqlite", tmp_path / "jobs")) as queue:
+    with queue_of(tmp_path) as queue:
         other = sqlite3.connect(queue.database.path, isolation_level=None)
         other.execute("BEGIN IMMEDIATE")
         with closing(other), server.supervise_worker(command, queue):
@@ -398,38 +387,35 @@ def test_no_worker_is_started_while_the_database_cannot_be_used(tmp_path, monkey
             assert started.read_text() == "\n"
             other.execute("COMMIT")
             wait_for(lambda: started.read_text() == "\n\n")
-    told = capfd.readouterr()
-    assert told.out.count("database is locked") == 1 and "Traceback" not in told.err
+    printed = capfd.readouterr()
+    assert printed.out.count("database is locked") == 1 and "Traceback" not in printed.err
 
 
 # --- clients that go away -------------------------------------------------------------------------
 
 
-def requests(service: Service) -> dict[str, bytes]:
-    """What clients send before they close the connection."""
-    body = json.dumps({"prompt": "waves", "size": SIZE}).encode()
-
-    def request(path: bytes, kind: bytes, length: int, body: bytes) -> bytes:
-        lines = [b"POST %s HTTP/1.1" % path, b"Host: localhost", b"Content-Type: " + kind]
-        lines += [b"Authorization: Bearer " + service.token, b"Content-Length: %d" % length]
-        return b"\r\n".join([*lines, b"", body])
-
-    json_kind, part = b"application/json", b"--b\r\nContent-Disposition: form-data; name="
-    return {
-        "waits": request(b"/v1/videos/sync", json_kind, len(body), body),
-        "half a JSON": request(b"/v1/videos", json_kind, len(body), body[:9]),
-        "half a form": request(b"/v1/videos/sync", FORM, 9999, part + b'"prompt"\r\n\r\nwa'),
-    }
+BODY = json.dumps({"prompt": "waves", "size": SIZE}).encode()
+PART = b'--b\r\nContent-Disposition: form-data; name="prompt"\r\n\r\nwa'
 
 
-@pytest.mark.parametrize("kind", ["waits", "half a JSON", "half a form"])
-def test_a_client_that_goes_away_leaves_no_job_and_no_traceback(service, kind, capfd):
+@pytest.mark.parametrize(
+    ("path", "kind", "length", "body"),
+    [
+        (b"/v1/videos/sync", b"application/json", len(BODY), BODY),
+        (b"/v1/videos", b"application/json", len(BODY), BODY[:9]),
+        (b"/v1/videos/sync", FORM, 9999, PART),
+    ],
+    ids=["waits", "half a JSON", "half a form"],
+)
+def test_a_client_that_goes_away_leaves_no_job_and_no_traceback(service, path, kind, length, body, capfd):
+    lines = [b"POST %s HTTP/1.1" % path, b"Host: localhost", b"Content-Type: " + kind]
+    lines += [b"Authorization: Bearer " + service.token, b"Content-Length: %d" % length]
     with listening(service) as address:
         with socket.create_connection(address, timeout=20) as client:
-            client.sendall(requests(service)[kind])
-            if kind == "waits":
+            client.sendall(b"\r\n".join([*lines, b"", body]))
+            if body == BODY:
                 wait_for(lambda: service.queue.counts()["queued"] == 1)
         wait_for(lambda: b'status="499"' in get(service, "/metrics").body)
         assert sum(service.queue.counts().values()) == 0 and not any(service.queue.folder.iterdir())
-    told = capfd.readouterr()
-    assert "Traceback" not in told.out + told.err and "ERROR" not in told.out + told.err
+    printed = capfd.readouterr()
+    assert "Traceback" not in printed.out + printed.err and "ERROR" not in printed.out + printed.err

@@ -80,63 +80,63 @@ class Engine:
         return torch.randn(1, 128, 2, 2, 3)
 
 
-def shown(previews: Previews, seconds_a_step: float, clock: list[float]) -> list[bool]:
-    """Whether each step of a stage gave a picture."""
-    given = []
-    for number in range(STAGE.steps):
-        clock[0] += seconds_a_step
-        given.append(previews.after_step(STAGE, number) is not None)
-    return given
+@pytest.fixture
+def clock():
+    return [0.0]
 
 
-def test_slow_steps_are_read_back_once_each(tmp_path):
-    clock, engine = [0.0], Engine(tmp_path)
-    assert shown(Previews(engine, lambda: clock[0]), 1.0, clock) == [True] * STAGE.steps
-    assert engine.reads == STAGE.steps
+@pytest.fixture
+def engine(tmp_path):
+    return Engine(tmp_path)
 
 
-def test_of_fast_steps_two_are_read_back_for_a_picture(tmp_path):
-    clock, engine = [0.0], Engine(tmp_path)
-    given = shown(Previews(engine, lambda: clock[0]), 0.1, clock)
-    # The first step's latents begin on the host; then none for 0.25 s, and one to compare with.
-    assert given == [True, False, False, False, True, False, False, False]
-    assert engine.reads == 4  # steps 1, 4, 5 and 8
+@pytest.fixture
+def previews(engine, clock):
+    return Previews(engine, lambda: clock[0])
 
 
-def test_of_a_sampler_that_keeps_its_prediction_that_is_shown_and_nothing_is_read_back(tmp_path):
+@pytest.mark.parametrize(
+    ("seconds", "pictures", "reads"),
+    [
+        (1.0, [True] * STAGE.steps, STAGE.steps),
+        # The first step's latents begin on the host; then none for 0.25 s, and one to compare with.
+        (0.1, [True, False, False, False, True, False, False, False], 4),  # steps 1, 4, 5 and 8
+    ],
+)
+def test_slow_steps_are_read_back_once_each_and_two_fast_ones_for_a_picture(
+    previews, engine, clock, seconds, pictures, reads
+):
+    for number, picture in enumerate(pictures):
+        clock[0] += seconds
+        assert (previews.after_step(STAGE, number) is not None) == picture
+    assert engine.reads == reads
+
+
+def test_a_samplers_own_prediction_is_shown_and_nothing_is_read_back(previews, engine, clock):
     """Latents of res_2s hold new noise: an Euler step to 0 from two of them would show that."""
-    clock, engine = [0.0], Engine(tmp_path)
-    previews = Previews(engine, lambda: clock[0])
     clean = torch.randn(1, 128, 2, 2, 3)
     engine.stage_run.predicted_video = lambda: clean
     clock[0] = 1.0
-    wanted = preview.picture(preview.middle(clean), previews.matrix)
-    assert previews.after_step(STAGE, 5) == wanted and engine.reads == 0
+    picture = preview.picture(preview.middle(clean), previews.matrix)
+    assert previews.after_step(STAGE, 5) == picture and engine.reads == 0
     assert previews.after_step(STAGE, 6) is None  # too soon
 
 
-def test_a_step_of_another_stage_is_not_compared_with(tmp_path):
-    clock, engine = [0.0], Engine(tmp_path)
-    previews = Previews(engine, lambda: clock[0])
-    other = make_job("", Size(64, 64, 9)).stages[0]
+def test_a_stage_or_a_job_is_not_compared_with_the_latents_of_the_one_before(previews, clock):
+    """Which may be another owner's."""
+    other, picture = make_job("", Size(64, 64, 9)).stages[0], previews.after_step
     clock[0] = 1.0
-    assert previews.after_step(STAGE, 0)
+    assert picture(STAGE, 0)
     clock[0] = 2.0
-    assert previews.after_step(other, 1) is None
-
-
-def test_a_job_is_not_compared_with_the_latents_of_the_one_before(tmp_path):
-    """Which may be another owner's. Its own first step came too soon after that one's picture."""
-    clock, engine = [0.0], Engine(tmp_path)
-    previews = Previews(engine, lambda: clock[0])
-    clock[0] = 1.0
-    assert previews.after_step(STAGE, 0)
+    assert picture(other, 1) is None
+    clock[0] = 3.0
+    assert picture(STAGE, 0)
     clock[0] += preview.SECONDS / 2
-    assert previews.after_step(STAGE, 0) is None  # of the next job
+    assert picture(STAGE, 0) is None  # of the next job, too soon after that picture
     clock[0] += preview.SECONDS
-    assert previews.after_step(STAGE, 1) is None
+    assert picture(STAGE, 1) is None
     clock[0] += preview.SECONDS
-    assert previews.after_step(STAGE, 2)
+    assert picture(STAGE, 2)
 
 
 def test_a_checkpoint_without_an_encoder_has_no_previews_which_is_said(tmp_path, capsys):
