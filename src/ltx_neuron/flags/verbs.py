@@ -4,6 +4,7 @@ verb can be typed after another; a verb ignores those that change nothing of its
 import argparse
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 from ltx_neuron import flags
 from ltx_neuron.command_line import Parser, advanced
@@ -58,7 +59,8 @@ def job_parser(
 
 def add_run(parser: Parser) -> None:
     """Flags of a run besides a job's."""
-    switch, file = {"action": "store_true"}, {"type": Path, "metavar": "FILE"}
+    switch: dict[str, Any] = {"action": "store_true"}
+    file: dict[str, Any] = {"type": Path, "metavar": "FILE"}
     add = flags.group(parser, "models").add_argument
     help = "encode prompts on the device (default: on the host's CPU)"
     add("--neuron-gemma", **switch, help=help)
