@@ -27,7 +27,9 @@ runs, text_to_video = golden_runs.runs, golden_runs.text_to_video  # fixtures
 # --- the records ----------------------------------------------------------------------------------
 
 
+# Records that one test alone reads
 OF_ONE_TEST = {"diffusion_decoder": "1.2.0", "duration_head": "1.2.0", "ltx25_stage_1": "1.2.0"}
+OF_ONE_TEST |= {"diffusion_keyframes": FOLLOWED}
 
 
 def test_records_are_of_the_release_that_the_project_follows_or_of_the_one_in_their_name():

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from diffusion_vae import SEED, config_of, latent, weights
+from ltx_neuron.sampling.compat import FOLLOWED
 from unit.engine.test_diffusion_keyframes import EMBEDDING, GOLDEN, SHAPE, STEP, keyframes
 
 SIDES = tuple(32 * side for side in SHAPE[1:])
@@ -150,4 +151,4 @@ class Definition:
 
 if __name__ == "__main__":
     frames = Definition(keyframes())()[..., ::STEP, ::STEP].contiguous()
-    save_file({"frames": frames}, GOLDEN, {"definition": "ltx-core 1.4"})
+    save_file({"frames": frames}, GOLDEN, {"release": FOLLOWED})

@@ -524,7 +524,7 @@ def test_a_store_that_may_not_be_entered_is_said_with_whose_credentials_count(s3
         (("pull", "EMPTY"), "has no artifacts\nWanted: weights/, graphs/"),
         (("push", "EMPTY", "--artifacts-dir", "EMPTY"), "no finished weights or graphs in"),
         (("push", "EMPTY", "--only", "gemma3"), "--only gemma3 matches nothing in"),
-        (("pull", "EMPTY", "--again"), "--force needs push, got pull"),
+        (("pull", "EMPTY", "--force"), "--force needs push, got pull"),
         (("list", "EMPTY", "--verify"), "--verify needs pull, got list"),
         (("pull", "EMPTY", "--artifacts-dir", "/dev/null/x"), "is not a folder you may write to"),
         (("take", "EMPTY"), "invalid choice: 'take'"),

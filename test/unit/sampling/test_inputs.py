@@ -118,7 +118,7 @@ def test_the_graphs_of_a_job(fields, names):
 
 
 @pytest.mark.parametrize("images", [(), (FIRST,)], ids=["no image", "an image"])
-@pytest.mark.parametrize(("size", "recipe"), itertools.product((ONE, TWO), ("distilled", "dev")))
+@pytest.mark.parametrize(("size", "recipe"), [*itertools.product((ONE, TWO), ("distilled", "dev"))])
 def test_a_sound_needs_the_graphs_of_text_and_images_alone(size, recipe, images):
     plain = job(size, images=images, recipe=recipe)
     with_sound = replace(plain, sound=SOUND)
