@@ -31,6 +31,7 @@ _MEANINGS = {
     "upsampler upscaler": "--spatial-upsampler-path FILE",
     "text p": "--prompt TEXT",
     "again": "--force",
+    "artifacts-from": "--artifacts-url URL",
     "turns": "--rounds 3",
     "blocks-per-graph": "--profile-set blocks_per_graph=2",
     "host-dtype": "--profile-set host_dtype=float32",

@@ -134,6 +134,7 @@ def test_help_leaves_advanced_flags_out_and_says_so(capsys):
 
 EARLIER = {  # a flag of 0.1.0 -> what its error names
     "--again": "--force",
+    "--artifacts-from": "--artifacts-url URL",
     "--blocks-per-graph": "--profile-set blocks_per_graph=2",
     "--host-dtype": "--profile-set host_dtype=float32",
     "--ignore-tuned": "--profile-set tuned=no",
