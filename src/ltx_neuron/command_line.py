@@ -131,6 +131,9 @@ class Parser(argparse.ArgumentParser):
             value = '"a red circle on a blue ground"' if flag == "--prompt" else ""
             value = value or _Formatter(self.prog)._format_args(action, action.dest.upper())
             message = f"{flag} has no value; type {flag} {value}"
+        if match := re.fullmatch(r"argument (--[\w-]+): invalid (\w+) value: (.*)", message):
+            kind = {"int": "a whole number", "float": "a number"}.get(match[2], match[2])
+            message = f"{match[1]}: got {match[3]}, wanted {kind}"
         self.exit(2, f"error: {message}\nAll flags: {self.prog} --help-all\n")
 
     # --- help -------------------------------------------------------------------------------------

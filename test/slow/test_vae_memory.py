@@ -9,7 +9,7 @@ import warm_python
 from conftest import ROOT, SCRIPT_SECONDS, succeeded
 from tiny.config import merge, released_config
 
-from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic, bfloat16_speed
+from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic, arithmetic
 from ltx_neuron.host.vae_memory import decode_bytes, encode_bytes
 
 # the allocator's and oneDNN's own, beside tensors; measured 1 to 10 % at these sizes and the
@@ -17,15 +17,9 @@ from ltx_neuron.host.vae_memory import decode_bytes, encode_bytes
 TOLERANCE = 0.2
 CONFIG = merge(released_config(), {"vae": {"decoder_base_channels": 32}})
 THREADS = 2
-# As a run in it would compute here: where bfloat16 is not native, direct convolutions in it copy to
-# float32, and Winograd takes their place.
-BFLOAT16 = Arithmetic(torch.bfloat16, bfloat16_speed())
+BFLOAT16 = arithmetic("auto", torch.bfloat16)  # as a run in it would compute here
 ONE_TILE, TILES = (3, 8, 12), (17, 2, 18)  # in time and width, blended from chunks that count
-CASES = {
-    "tiles": (TILES, FLOAT32),
-    "bfloat16": (ONE_TILE, BFLOAT16),
-    "bfloat16, by Winograd": (ONE_TILE, Arithmetic(torch.bfloat16, 1)),
-}
+CASES = {"tiles": (TILES, FLOAT32), "bfloat16": (ONE_TILE, BFLOAT16)}
 # Memory that glibc keeps after it is freed, by a moving threshold, is not the model's. The constant
 # M_MMAP_THRESHOLD is -3.
 FIXED_THRESHOLD = "import ctypes\nctypes.CDLL(None).mallopt(-3, 262144)\n"
@@ -51,7 +45,7 @@ config = merge(released_config(), {{"vae": {{"decoder_base_channels": 32}}}})
 decoder = VideoDecoderConfigurator.from_config(config).bfloat16().eval().requires_grad_(False)
 for weight in decoder.state_dict().values():
     weight.fill_(0.01)  # the statistics' memory may hold NaN
-arithmetic = Arithmetic(getattr(torch, sys.argv[1]), int(sys.argv[2]))
+arithmetic = Arithmetic(getattr(torch, sys.argv[1]))
 decoder = host_decoder(video_decoder_config(config), decoder.state_dict(), arithmetic)
 host = HostModels("", config, torch.float32)
 host.video_decoder = decoder
@@ -63,7 +57,7 @@ def decode(*latent):
 decode(1, 1, 1)
 before = status("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")
-decode(*map(int, sys.argv[3:]))
+decode(*map(int, sys.argv[2:]))
 print(status("VmHWM") - before + sum(tensor.nbytes for tensor in decoder.weights.values()))
 """
 
@@ -74,7 +68,6 @@ ENCODED = {
     "one frame": ((1, 768, 1024), FLOAT32),
     "tiles": ((89, 128, 256), FLOAT32),
     "bfloat16": ((25, 256, 384), BFLOAT16),
-    "bfloat16, by Winograd": ((25, 256, 384), Arithmetic(torch.bfloat16, 1)),
 }
 ENCODE = f"""
 import sys
@@ -95,7 +88,7 @@ encoder = VideoEncoderConfigurator.from_config(config).bfloat16().eval().require
 for weight in encoder.state_dict().values():
     weight.fill_(0.01)  # the statistics' memory may hold NaN
 dtype = getattr(torch, sys.argv[1])
-arithmetic = Arithmetic(dtype, int(sys.argv[2]))
+arithmetic = Arithmetic(dtype)
 host = HostModels("", config, dtype, arithmetic=arithmetic)
 encoder = host_encoder(video_encoder_config(config), encoder.state_dict(), arithmetic)
 host.video_encoder = encoder
@@ -108,17 +101,16 @@ def encode(frames, height, width):
 encode(1, 32, 32)
 before = status("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")
-encode(*map(int, sys.argv[3:]))
+encode(*map(int, sys.argv[2:]))
 print(status("VmHWM") - before + sum(tensor.nbytes for tensor in encoder.weights.values()))
 """
 
 
 def measured(folder: Path, script: str, arithmetic: Arithmetic, shape: tuple[int, ...]) -> int:
     """Bytes at most of a process that runs the script."""
-    path, described = folder / "measured.py", arithmetic.describe()
+    path, dtype = folder / "measured.py", arithmetic.describe()["host_dtype"]
     path.write_text(FIXED_THRESHOLD + script)
-    how = described["host_dtype"], described["host_dtype_speed"]
-    done = warm_python.run([*map(str, (path, *how, *shape))], ROOT, SCRIPT_SECONDS)
+    done = warm_python.run([*map(str, (path, dtype, *shape))], ROOT, SCRIPT_SECONDS)
     return int(succeeded(done).stdout)
 
 

@@ -26,6 +26,7 @@ _MEANINGS = {
     "code": "this toolkit's code",
     "torch": "the version of PyTorch",
     "bucket": "the video's size in tokens, the prompt's, or a tile's in latents",
+    "loras": "digests and strengths of the LoRA files",
 }
 # The code that traces the models, by backend.
 _TRACING = {
@@ -76,8 +77,8 @@ def find(artifacts: Path, identity: dict, command: str) -> Path:
 
     nearest = min(others, key=distance)
     raise UserError(
-        f"no matching {what} in {artifacts}. The nearest {_differing(identity, nearest)}\nMake"
-        f" them: {command}"
+        f"the {what} that this run needs are not in {artifacts}. Different in the nearest ones:"
+        f" {_differing(identity, nearest)}\nMake them: {command}"
     )
 
 
@@ -98,13 +99,10 @@ def differences(expected: dict, stored: dict) -> list[tuple]:
 
 def _differing(expected: dict, stored: dict | None) -> str:
     """The differences of two identities, in words."""
-    if stored is None:
-        return "cannot be read"
-    fields = []
-    for field, want, got in differences(expected, stored):
-        meaning = f" ({_MEANINGS[field]})" if field in _MEANINGS else ""
-        fields.append(f"{field}{meaning}: got {got}, wanted {want}")
-    return "differs in " + "; ".join(fields)
+    return "; ".join(
+        f"{_MEANINGS.get(field, field)} ({got or 'none'}, wanted {want or 'none'})"
+        for field, want, got in differences(expected, stored or {})
+    )
 
 
 def finished_weights(artifacts: Path, model: str) -> list[Path]:

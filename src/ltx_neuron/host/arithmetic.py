@@ -39,17 +39,17 @@ PIECE_ELEMENTS, LARGE_PIECE_ELEMENTS = 2**21, 2**23
 _MIN_WEIGHT_ROWS = 64  # of a piece: fewer do not keep a product busy
 
 # Rows of activations, inputs and outputs of the timed products: a piece of a weight of Gemma3, a
-# core's share of one of the video connector, its piece of a convolution of the video decoder.
-_TIMED_PRODUCTS = {"few": (60, 3840, 1024), "many": (1024, 4096, 256), "tile": (128, 256, 256)}
-_TILES = 50  # products of a tile per round
+# core's share of one of the video connector.
+_TIMED_PRODUCTS = {"few": (60, 3840, 1024), "many": (1024, 4096, 256)}
 _ROUNDS, _ATTEMPTS = 5, 3
 
-# Channels, frames, height and width of the timed convolution: 1.3 ms in float32, and less than a
+# Frames, channels, height and width of the timed convolution: 1.3 ms in float32, and less than a
 # second where bfloat16 has no vector instructions.
-_TIMED_CONVOLUTION = (64, 2, 16, 16)
+_TIMED_CONVOLUTION = (2, 64, 16, 16)
 _REPEATS = 10
-# Lower bound of the measured ratio -> speed. Ratios: 0.3, 1 and 2 without AMX, 6 to 10 with it.
-_SPEEDS = {4.0: 8, 1.4: 2}
+# Lower bound of the rate of bfloat16's convolutions to float32's at which it is used. Rates: 0.3, 1
+# and 2 without AMX, 6 to 10 with it.
+_FASTER = 1.4
 
 # Environment variables that limit which instructions torch, oneDNN and MKL use.
 _LIMITS = (
@@ -57,7 +57,7 @@ _LIMITS = (
     *("MKL_ENABLE_INSTRUCTIONS", "ONEDNN_DEFAULT_FPMATH_MODE", "ONEDNN_MAX_CPU_ISA"),
 )
 # Fields of a run's identity that are measured choices, which change only rounding.
-CHOSEN_FIELDS = ("host_dtype", "host_dtype_speed", "host_products")
+CHOSEN_FIELDS = ("host_dtype", "host_products")
 # File -> the choices of this process, which do not change until it ends.
 _choices: dict[Path, dict[str, Any]] = {}
 
@@ -67,14 +67,12 @@ class MatmulLibraries(NamedTuple):
 
     few: str = ONEDNN  # few rows of activations with a large weight: Gemma3's layers
     many: str = ONEDNN  # many rows: the connectors' blocks
-    tile: str = ONEDNN  # one core's part of a convolution (host/winograd.py)
 
 
 class Arithmetic(NamedTuple):
     """How the host computes its models."""
 
     dtype: torch.dtype = torch.float32  # of the video decoder's feature maps and convolutions
-    speed: int = 1  # of convolutions in it, relative to float32 on this CPU: 1, 2 or 8
     libraries: MatmulLibraries = MatmulLibraries()  # for products of float32 matrices
 
     def of_latents(self, dtype: torch.dtype) -> "Arithmetic":
@@ -88,7 +86,6 @@ class Arithmetic(NamedTuple):
         """The choices that affect output bits, for reports and sidecars."""
         return {
             "host_dtype": str(self.dtype).removeprefix("torch."),
-            "host_dtype_speed": self.speed,
             "host_products": self.libraries._asdict(),
         }
 
@@ -143,17 +140,15 @@ def arithmetic(
     dtype          of the run
     artifacts_dir  stores measurements; None: this process measures again
     """
-    if host_dtype == "float32" or (host_dtype == "auto" and dtype != torch.bfloat16):
-        return FLOAT32
-    speed = bfloat16_speed(artifacts_dir)
-    if host_dtype == "auto" and speed == 1:
-        return FLOAT32
-    return Arithmetic(torch.bfloat16, speed)
+    if host_dtype == "auto":
+        fast = dtype == torch.bfloat16 and bfloat16_is_faster(artifacts_dir)
+        host_dtype = "bfloat16" if fast else "float32"
+    return Arithmetic(torch.bfloat16) if host_dtype == "bfloat16" else FLOAT32
 
 
-def bfloat16_speed(artifacts_dir: Path | None = None) -> int:
-    """The speed of bfloat16 convolutions relative to float32 on this CPU: 1, 2 or 8."""
-    return _choice(artifacts_dir, "bfloat16_speed", _measured_speed, (1, *_SPEEDS.values()))
+def bfloat16_is_faster(artifacts_dir: Path | None = None) -> bool:
+    """Whether this CPU convolves faster in bfloat16 than in float32."""
+    return _choice(artifacts_dir, "bfloat16_is_faster", _measured_bfloat16, (False, True))
 
 
 def fastest_libraries(artifacts_dir: Path | None = None) -> MatmulLibraries:
@@ -165,13 +160,12 @@ def fastest_libraries(artifacts_dir: Path | None = None) -> MatmulLibraries:
 
 
 @cache
-def _measured_speed() -> int:
+def _measured_bfloat16() -> bool:
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return 1
+        return False
     rounds = _on_one_core(lambda: _alternate(_convolutions(), _REPEATS))
     least = {dtype: min(times[dtype] for times in rounds) for dtype in rounds[0]}
-    ratio = least[torch.float32] / least[torch.bfloat16]
-    return next((speed for bound, speed in _SPEEDS.items() if ratio >= bound), 1)
+    return least[torch.float32] >= _FASTER * least[torch.bfloat16]
 
 
 @cache
@@ -183,16 +177,9 @@ def _measured_libraries() -> dict[str, str]:
 def _products(kind: str) -> dict[str, Callable[[], object]]:
     rows, inputs, outputs = _TIMED_PRODUCTS[kind]
     x, out = torch.ones(rows, inputs), torch.ones(rows, outputs)
-    weight = torch.ones(outputs, inputs)
-    functions = {}
-    for library in (BLAS, ONEDNN):
-        if kind == "tile":
-            product = partial(multiply, x, weight, out, library)
-            functions[library] = lambda product=product: [product() for _ in range(_TILES)]
-        else:
-            products = StoredProducts(MatmulLibraries(library, library))
-            functions[library] = partial(products.multiply, x, weight.bfloat16(), out)
-    return functions
+    weight = torch.ones(outputs, inputs, dtype=torch.bfloat16)
+    products = {name: StoredProducts(MatmulLibraries(name, name)) for name in (BLAS, ONEDNN)}
+    return {name: partial(products[name].multiply, x, weight, out) for name in products}
 
 
 def _on_one_core(measure: Callable[[], Any]) -> Any:
@@ -228,16 +215,13 @@ def _alternate(functions: dict[Any, Callable[[], object]], count: int) -> list[d
 
 
 def _convolutions() -> dict[torch.dtype, Callable[[], object]]:
-    channels, *size = _TIMED_CONVOLUTION
-    layouts = {torch.float32: torch.contiguous_format, torch.bfloat16: torch.channels_last_3d}
-    convolutions = {}
-    for dtype, layout in layouts.items():
-        shapes = (1, channels, *(length + 2 for length in size)), (channels, channels, 3, 3, 3)
-        operands = (
-            torch.ones(shape, dtype=dtype).contiguous(memory_format=layout) for shape in shapes
-        )
-        convolutions[dtype] = partial(F.conv3d, *operands)
-    return convolutions
+    frames, channels, *sides = _TIMED_CONVOLUTION
+    shapes = (frames, channels, *sides), (channels, channels, 3, 3)
+    operands = [torch.ones(shape).contiguous(memory_format=torch.channels_last) for shape in shapes]
+    return {
+        dtype: partial(F.conv2d, *(operand.to(dtype) for operand in operands), padding=1)
+        for dtype in (torch.float32, torch.bfloat16)
+    }
 
 
 def this_machine() -> dict:

@@ -23,13 +23,7 @@ from torch import Tensor, nn
 from ltx_neuron.config.video import VideoDecoderConfig, VideoEncoderConfig
 from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
 from ltx_neuron.host.background import Workers
-from ltx_neuron.host.winograd import (
-    LARGEST_FILTERS,
-    NUMBERS_IN_CACHE,
-    FeatureMap,
-    WritePiece,
-    convolve,
-)
+from ltx_neuron.host.convolution import NUMBERS_IN_CACHE, FeatureMap, WritePiece, convolve
 from ltx_neuron.models import video_decoder, video_encoder
 from ltx_neuron.models.programs import Program, encoder_program, tile_program
 from ltx_neuron.models.video_decoder import EPS, DepthToSpace, Residual, VideoConvolution
@@ -54,7 +48,7 @@ class HostVideoModel(nn.Module):
                 module.forward = partial(function, module)
 
     def _laid_out(self, weight: Tensor) -> Tensor:
-        """A weight; for `convolve_bfloat16` by tap in time, with its channels last."""
+        """A weight; in bfloat16 as `convolve` uses it: by tap in time, with its channels last."""
         if weight.ndim < 5 or self.arithmetic.dtype == torch.float32:
             return weight
         taps_first = weight.to(self.arithmetic.dtype).permute(2, 0, 3, 4, 1).contiguous()
@@ -83,7 +77,7 @@ class HostVideoModel(nn.Module):
         source.inner.copy_(x.permute(0, 2, 3, 1))
         source.repeat_end_frames()
         shape = frames, *sides, len(module.conv.weight)
-        features = Features(shape, module.causal, self.workers, self.arithmetic)
+        features = Features(shape, module.causal, self.workers, self.arithmetic.dtype)
         features.convolve(source, module.conv.weight, module.conv.bias, features.write)
         features.repeat_end_frames()
         return features
@@ -123,14 +117,14 @@ class Features:
     dtype = torch.float32  # of the graphs' outputs
 
     def __init__(
-        self, shape: tuple[int, ...], causal: bool, workers: Workers, arithmetic: Arithmetic
+        self, shape: tuple[int, ...], causal: bool, workers: Workers, map_dtype: torch.dtype
     ):
         # The sum of the residual blocks so far, their PixelNorm and SiLU, which the next
         # convolution reads, and the same between the two convolutions of a residual block.
         self.features, self.active, self.middle = (
-            FeatureMap(shape, arithmetic.dtype, causal) for _ in range(3)
+            FeatureMap(shape, map_dtype, causal) for _ in range(3)
         )
-        self.shared = causal, workers, arithmetic
+        self.shared = causal, workers, map_dtype
 
     def to(self, dtype: torch.dtype) -> Self:
         """Itself; the modules round their features to the run's dtype."""
@@ -141,7 +135,7 @@ class Features:
         del self.active, self.middle
 
     def convolve(self, source: FeatureMap, weight: Tensor, bias: Tensor, write: WritePiece) -> None:
-        convolve(source, weight, bias, write, *self.shared[1:])
+        convolve(source, weight, bias, write, self.shared[1])
 
     def convolved(self, source: FeatureMap, module: VideoConvolution) -> Tensor:
         """The whole convolution of a map, float32 (F, H, W, Cout)."""
@@ -197,33 +191,28 @@ def add_residual(module: Residual, x: Features) -> Features:
 def upsampled(module: DepthToSpace, x: Features) -> Features:
     """The next stage's features: output channel (c, i1, i2, i3) of the convolution is channel c at
     one of the positions that take the place of one."""
-    frames, height, width, inputs = x.features.shape
+    frames, height, width, _ = x.features.shape
     time, down, across = module.stride
-    parts = time * down * across
-    # Channels are ordered (c, part); as (part, c) some parts can be convolved alone.
-    weight = module.conv.conv.weight.unflatten(0, (-1, parts)).transpose(0, 1)
-    bias = module.conv.conv.bias.unflatten(0, (-1, parts)).transpose(0, 1)
-    channels = weight.shape[1]
+    positions = [*itertools.product(*map(range, module.stride))]
+    weight, bias = module.conv.conv.weight, module.conv.conv.bias
+    channels = len(weight) // len(positions)
     # With twice the frames, the first one is dropped.
     shape = frames * time - (time - 1), height * down, width * across, channels
     x.free()
     larger = Features(shape, *x.shared)
-    parts_at_once = max(1, LARGEST_FILTERS // (inputs * channels))
-    for first in range(0, parts, parts_at_once):
 
-        def write(f: slice, r: slice, piece: Tensor, first: int = first) -> None:
-            for part, content in enumerate(piece.split(channels, dim=-1), first):
-                t, y, z = part // (down * across), part // across % down, part % across
-                start, stop = (frame * time + t - (time - 1) for frame in (f.start, f.stop))
-                if start < 0:
-                    start, content = start + time, content[1:]
-                rows = slice(r.start * down + y, r.stop * down, down)
-                positions = slice(start, stop, time), rows, slice(z, None, across)
-                larger.features.inner[positions] = content
-                activate(content, larger.active.inner[positions])
+    def write(frames: slice, rows: slice, piece: Tensor) -> None:
+        for number, (t, row, column) in enumerate(positions):
+            content = piece[..., number :: len(positions)]
+            start, stop = (frame * time + t - (time - 1) for frame in (frames.start, frames.stop))
+            if start < 0:
+                start, content = start + time, content[1:]
+            rows_written = slice(rows.start * down + row, rows.stop * down, down)
+            place = slice(start, stop, time), rows_written, slice(column, None, across)
+            larger.features.inner[place] = content
+            activate(content, larger.active.inner[place])
 
-        some = slice(first, first + parts_at_once)
-        x.convolve(x.features, weight[some].flatten(0, 1), bias[some].flatten(), write)
+    x.convolve(x.features, weight, bias, write)
     larger.repeat_end_frames()
     return larger
 

@@ -17,16 +17,13 @@ from ltx_core.model.video_vae import TilingConfig
 from ltx_neuron.config import video
 from ltx_neuron.config.diffusion import diffusion_decoder_config, is_diffusion_vae
 from ltx_neuron.errors import UserError
-from ltx_neuron.host import diffusion, encoding, tiles, winograd
+from ltx_neuron.host import convolution, diffusion, encoding, tiles
 from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
 from ltx_neuron.models.programs import Program, encoder_program, tile_program
 
 _FLOAT32 = 4  # bytes of a number
 _CHUNKS = 2  # of frames: one is encoded while the next one waits (background.ahead)
 _STORED = 2  # bytes of a weight, stored in bfloat16
-# Numbers of a tile and channel in a worker's scratch memory of a Winograd convolution: the points
-# and their products, and about 300 of the sums between.
-_TILE_SCRATCH = 2 * winograd.POINTS + 300
 Shape = tuple[int, ...]
 
 
@@ -99,10 +96,7 @@ class _Peaks:
     """Peak bytes of host/vae.py for a tile, from the shapes (F, H, W, C) of its stages."""
 
     def __init__(self, threads: int, arithmetic: Arithmetic):
-        self.threads, self.speed = threads, arithmetic.speed
-        self.bordered = arithmetic.dtype == torch.float32
-        self.itemsize = arithmetic.dtype.itemsize
-        self.filters = self.pieces = 0  # bytes of scratch memory so far, which workers keep
+        self.threads, self.itemsize = threads, arithmetic.dtype.itemsize
 
     def of_decoder(self, config: video.VideoDecoderConfig, latent: Shape) -> int:
         """latent: of a tile, (F, h, w)."""
@@ -112,12 +106,8 @@ class _Peaks:
                 (frames, height, width, inputs), (time, down, across) = shape, block.stride
                 parts, channels = time * down * across, inputs // block.multiplier
                 larger = (frames * time - (time - 1), height * down, width * across, channels)
-                outputs = channels * min(
-                    parts, max(1, winograd.LARGEST_FILTERS // (inputs * channels))
-                )
-                weight = self.itemsize * 27 * inputs * outputs  # of some parts, copied
-                held = weight + self._maps(shape, *[larger] * 3)
-                peak = max(peak, self._convolution(shape, outputs, held))
+                held = self._maps(shape, *[larger] * 3)
+                peak = max(peak, self._convolution(shape, channels * parts, held))
                 shape = larger
             else:
                 peak = max(peak, self._residual(shape))
@@ -125,7 +115,7 @@ class _Peaks:
         pixels, maps = _FLOAT32 * prod(shape[:3]) * outputs, self._maps(*[shape] * 3)
         peak = max(peak, self._convolution(shape, outputs, maps + pixels))
         # The pixels are copied into their layout, and blended after the maps are freed.
-        return max(peak, self.scratch + maps + 2 * pixels, self.scratch + 3 * pixels)
+        return max(peak, maps + 2 * pixels, 3 * pixels)
 
     def of_encoder(self, config: video.VideoEncoderConfig, pixels: Shape) -> int:
         """pixels: a clip's frames, rows and columns."""
@@ -141,7 +131,7 @@ class _Peaks:
                 peak = max(peak, self._convolution(shape, outputs, held))
                 steps = zip(shape, block.stride, strict=False)
                 shape = (*(-(-size // step) for size, step in steps), channels)
-                peak = max(peak, self.scratch + held + self._maps(*[shape] * 3))
+                peak = max(peak, held + self._maps(*[shape] * 3))
             else:
                 peak = max(peak, self._residual(shape))
         peak = max(peak, self._residual(shape))
@@ -155,40 +145,14 @@ class _Peaks:
     def _residual(self, shape: Shape) -> int:
         return self._convolution(shape, shape[3], self._maps(*[shape] * 3))
 
-    @property
-    def scratch(self) -> int:
-        return self.filters + self.pieces
-
     def _maps(self, *shapes: Shape) -> int:
-        """Bytes of feature maps with their borders: winograd.FeatureMap."""
-        numbers = 0
-        for frames, *sides, channels in shapes:
-            padded = (frames + 2, *sides)
-            if self.bordered:
-                padded = (
-                    count * winograd.TILE + 2 for count in winograd.tile_counts((frames, *sides))
-                )
-            numbers += prod(padded) * channels
-        return self.itemsize * numbers
+        """Bytes of feature maps with their repeated frames: convolution.FeatureMap."""
+        return self.itemsize * sum((frames + 2) * prod(sizes) for frames, *sizes in shapes)
 
     def _convolution(self, shape: Shape, outputs: int, held: int) -> int:
         """Bytes of a convolution of a map, with scratch memory. held: bytes of other tensors."""
         frames, height, width, inputs = shape
-        weight, result = 27 * inputs * outputs, prod(shape[:3]) * outputs
-        if winograd.winograd_is_faster(shape, outputs, self.speed) and not (
-            self.bordered and frames == 1
-        ):
-            tiles = prod(winograd.piece_size(shape, self.threads)) * winograd.tile_counts(shape)[2]
-            pieces = self.threads * tiles * _TILE_SCRATCH * max(inputs, outputs)
-            self.filters = max(self.filters, _FLOAT32 * winograd.POINTS * inputs * outputs)
-            self.pieces = max(self.pieces, _FLOAT32 * pieces)
-            beside = 2 * _FLOAT32 * weight  # as float32, and reordered for their transform
-        elif self.bordered:
-            # oneDNN reorders everything once more. For one frame the taps in time are summed.
-            weight = weight // 3 if frames == 1 else weight
-            beside = 2 * _FLOAT32 * (weight + prod(shape) + result)
-        else:
-            taps = 3 * min(result, max(winograd.NUMBERS_AT_ONCE, height * width * outputs))
-            pieces = 3 * _FLOAT32 * self.threads * min(result, winograd.NUMBERS_IN_CACHE)
-            beside = self.itemsize * (taps + 36 * inputs * outputs) + pieces
-        return self.scratch + held + beside
+        result, frame = prod(shape[:3]) * outputs, height * width * outputs
+        taps = 3 * min(result, max(convolution.NUMBERS_AT_ONCE, frame))
+        pieces = 3 * _FLOAT32 * self.threads * min(result, convolution.NUMBERS_IN_CACHE)
+        return held + self.itemsize * (taps + 36 * inputs * outputs) + pieces

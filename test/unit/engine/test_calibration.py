@@ -16,7 +16,7 @@ from ltx_neuron.host.arithmetic import (
     FLOAT32,
     Arithmetic,
     arithmetic,
-    bfloat16_speed,
+    bfloat16_is_faster,
     choices_file,
     fastest_libraries,
     store_choices,
@@ -43,7 +43,7 @@ def another_process(monkeypatch):
 
     def forget():
         monkeypatch.setattr(arithmetic_module, "_choices", {})
-        for name in ("print_once", "_measured_speed", "_measured_libraries"):
+        for name in ("print_once", "_measured_bfloat16", "_measured_libraries"):
             getattr(arithmetic_module, name).cache_clear()
 
     return forget
@@ -130,21 +130,21 @@ def test_where_nothing_can_be_written_it_is_measured_once_a_process(tmp_path, ca
     assert capsys.readouterr().out.count("measurements are not saved") == (folder == "")
 
 
-@pytest.mark.parametrize(("stored", "speed"), [(1, 1), (2, 2), (8, 8), (3, None), ("8", None)])
-def test_the_stored_choice_of_dtype_is_taken_and_no_other_value(tmp_path, stored, speed):
-    write(tmp_path, bfloat16_speed=stored)
-    speed = speed or bfloat16_speed()
-    expected = FLOAT32 if speed == 1 else Arithmetic(torch.bfloat16, speed)
+@pytest.mark.parametrize(("stored", "faster"), [(False, False), (True, True), (8, None), ("true", None)])
+def test_the_stored_choice_of_dtype_is_taken_and_no_other_value(tmp_path, stored, faster):
+    write(tmp_path, bfloat16_is_faster=stored)
+    faster = bfloat16_is_faster() if faster is None else faster
+    expected = Arithmetic(torch.bfloat16) if faster else FLOAT32
     assert arithmetic("auto", torch.bfloat16, tmp_path) == expected
     new = tmp_path / "new"
     new.mkdir()
-    for dtype, choices in ((torch.float32, {}), (torch.bfloat16, {"bfloat16_speed": bfloat16_speed()})):
+    for dtype, choices in ((torch.float32, {}), (torch.bfloat16, {"bfloat16_is_faster": bfloat16_is_faster()})):
         arithmetic("auto", dtype, new)  # stored by the first run that needs it
         store_choices(new)
         assert read(new) == choices
 
 
-OTHERS = {"few": "onednn", "many": "blas", "tile": "onednn"}
+OTHERS = {"few": "onednn", "many": "blas"}
 
 
 def test_the_libraries_of_products_are_measured_once_a_machine_and_stored(tmp_path, another_process):
@@ -191,7 +191,7 @@ def test_a_runs_identity_and_its_prompt_cache_name_the_libraries(tiny, tmp_path)
 
 def test_a_run_begun_with_another_choice_is_resumed_with_a_message(tmp_path, capsys):
     path, job = tmp_path / "out.resume.safetensors", make_job("rain", Size(64, 64, 9))
-    identity = {"seed": 10, "host_dtype": "bfloat16", "host_dtype_speed": 8}
+    identity = {"seed": 10, "host_dtype": "bfloat16"}
     tensors = {
         "attention_mask": torch.ones(1, 1024, dtype=torch.int64),
         "video_context": torch.zeros(1, 1024, 4),
@@ -200,7 +200,7 @@ def test_a_run_begun_with_another_choice_is_resumed_with_a_message(tmp_path, cap
         "s1_audio": torch.zeros(1, 8, 9, 16),
     }
     write_run_tensors(path, tensors, identity)
-    here = identity | {"host_dtype": "float32", "host_dtype_speed": 1}
+    here = identity | {"host_dtype": "float32"}
     run = restore_state(path, job, here, torch.float32)
     assert run.stages_left == []
     assert "host_dtype bfloat16, this machine's is float32" in capsys.readouterr().out

@@ -10,16 +10,13 @@ from tiny.config import merge, tiny_config
 from torch import nn
 
 from ltx_neuron.config.video import video_decoder_config
-from ltx_neuron.host import vae, winograd
-from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic, arithmetic, bfloat16_speed
+from ltx_neuron.host import vae
+from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic, arithmetic, bfloat16_is_faster
 from ltx_neuron.host.vae import HostVideoModel, host_decoder
 from ltx_neuron.models.video_decoder import DepthToSpace
 
-# What tiles multiply roundings by: see test_vae_winograd. A frame, pixel or channel in the wrong
-# place leaves 0.1.
-AMPLIFICATION = 3.3**3
 LATENTS = [(1, 1, 1), (2, 3, 1), (3, 2, 5)]
-BFLOAT16 = Arithmetic(torch.bfloat16, 8)
+BFLOAT16 = Arithmetic(torch.bfloat16)
 # Not the released order, nor its divisors of the channels.
 OTHER = {
     "decoder_blocks": [
@@ -51,40 +48,31 @@ def host_like(decoder: nn.Module, arithmetic: Arithmetic = FLOAT32, **changes) -
     return host_decoder(video_decoder_config(config_of(**changes)), decoder.state_dict(), arithmetic)
 
 
-def rounding(decoder: nn.Module, amplification: float = AMPLIFICATION) -> float:
-    """Bound of the decoder's frames: its convolutions follow one another, each in tiles of six
-    points along three axes, there and back."""
+def rounding(decoder: nn.Module) -> float:
+    """Bound of the decoder's frames: its convolutions follow one another. A frame, pixel or channel in the wrong
+    place leaves 0.1."""
     convolutions = [module for module in decoder.modules() if isinstance(module, nn.Conv3d)]
-    return amplification * fp32_bound(*(c.in_channels + 6 * 6 for c in convolutions))
-
-
-@pytest.fixture(params=["tiles", "direct"])
-def method(request, monkeypatch) -> float:
-    """Every convolution by one method; what the method multiplies roundings by."""
-    monkeypatch.setattr(winograd, "winograd_is_faster", lambda shape, outputs, speed: request.param == "tiles")
-    return AMPLIFICATION if request.param == "tiles" else 1.0
+    return fp32_bound(*(27 * c.in_channels for c in convolutions))
 
 
 @pytest.mark.parametrize("size", LATENTS, ids=str)
-def test_frames_equal_ltx_cores(method, size):
+def test_frames_equal_ltx_cores(size):
     decoder = ltx_decoder()
     latent = randn(1, 128, *size)
     expected = decoder(latent)
     assert expected.shape == (1, 3, 8 * size[0] - 7, 32 * size[1], 32 * size[2])
-    assert rel(host_like(decoder)(latent), expected) < rounding(decoder, method)
+    assert rel(host_like(decoder)(latent), expected) < rounding(decoder)
 
 
-def test_another_order_of_blocks_is_followed(method, monkeypatch):
-    # Some of eight parts of an upsampling at a time, not evenly.
-    monkeypatch.setattr(vae, "LARGEST_FILTERS", 3 * 32 * 16)
+def test_another_order_of_blocks_is_followed():
     decoder = ltx_decoder(**OTHER)
     latent = randn(1, 128, 2, 3, 2)
     got = host_like(decoder, **OTHER)(latent)
-    assert rel(got, decoder(latent)) < rounding(decoder, method)
+    assert rel(got, decoder(latent)) < rounding(decoder)
 
 
 @pytest.mark.parametrize("arithmetic", [FLOAT32, BFLOAT16], ids=str)
-def test_twice_the_same_latent_gives_the_same_bits(method, arithmetic):
+def test_twice_the_same_latent_gives_the_same_bits(arithmetic):
     decoder, latent = host_like(ltx_decoder(), arithmetic), randn(1, 128, 2, 2, 3)
     assert torch.equal(decoder(latent), decoder(latent))
 
@@ -104,7 +92,7 @@ def bfloat16_decoders() -> tuple[nn.Module, nn.Module]:
 
 
 @pytest.mark.parametrize("size", LATENTS[1:], ids=str)  # the first has too few numbers to say
-def test_bfloat16_is_no_further_from_float32_than_ltx_cores_own(method, size):
+def test_bfloat16_is_no_further_from_float32_than_ltx_cores_own(size):
     exact, decoder = bfloat16_decoders()
     latent = randn(1, 128, *size)
     expected = exact(latent)
@@ -125,12 +113,11 @@ def test_weights_are_shared_with_the_decoder_and_laid_out_anew_for_bfloat16():
 
 
 def test_bfloat16_is_taken_for_a_run_in_it_where_this_cpu_is_faster_in_it():
-    speed = bfloat16_speed()
-    faster = FLOAT32 if speed == 1 else Arithmetic(torch.bfloat16, speed)
-    assert arithmetic("auto", torch.bfloat16) == faster
+    bfloat16 = Arithmetic(torch.bfloat16)
+    assert arithmetic("auto", torch.bfloat16) == (bfloat16 if bfloat16_is_faster() else FLOAT32)
     assert arithmetic("auto", torch.float32) == FLOAT32
     assert arithmetic("float32", torch.bfloat16) == FLOAT32
-    assert arithmetic("bfloat16", torch.float32) == Arithmetic(torch.bfloat16, speed)
+    assert arithmetic("bfloat16", torch.float32) == bfloat16
 
 
 def resident() -> int:
