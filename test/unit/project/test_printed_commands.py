@@ -14,9 +14,8 @@ import re
 import shlex
 import subprocess
 import tomllib
-from itertools import chain
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 from unittest import mock
 
 import pytest
@@ -26,7 +25,6 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from printed import marked, printed, runs
 
-from ltx_neuron import errors
 from ltx_neuron.backends import environment
 from ltx_neuron.command_line import Parser
 from ltx_neuron.commands import VERBS, dispatch
@@ -39,119 +37,92 @@ from ltx_neuron.tune.search import check_layers
 from unit.project import test_docs
 from unit.project.test_docs import PAGES, PROGRAM, commands
 
-# Why no test here can run them -> the commands.
-NOT_RUN = {
-    "of a Neuron compiler's environment": ["backends/nxd/compile.py:set_environment: unset"],
-    "of Neuron's own compiler": ["backends/nki.py:-: --profile-set attention="],
-    "after torch-neuronx's own choice, or the system's messages": [
-        "backends/torchdist/compiled.py:group_names: --profile-set context_parallel="
-    ],
-    "after an exchange of real chips that differs": [
-        "doctor/groups.py:-: --profile-set context_parallel=",
-        "doctor/groups.py:-: ltx-neuron doctor",
-    ],
-    "of a machine with chips or GPUs": [
-        "config/profiles.py:require_runtime: --profile",
-        "config/profiles.py:require_runtime: --tp-degree",
-    ],
-    "of a machine with chips that fit no profile": [
-        "config/profiles.py:detect: --profile",
-        "config/profiles.py:detect: ltx-neuron doctor",
-    ],
-    "of ranks that a tiny model has no heads for: test_profiles.py": [
-        "config/profiles.py:check_degree: --tp-degree",
-        "config/profiles.py:check_cores: --tp-degree",
-    ],
-    "of a file of more than 1000 frames a second": ["sampling/size.py:check: --frame-rate"],
-    "of a model that does not fit a chip: test_plan.py has the table": [
-        "plan/__init__.py:check_fits: --profile-set resident=",
-        "plan/__init__.py:check_fits: --tp-degree",
-        "plan/__init__.py:check_text_fits: --tp-degree",
-        "plan/__init__.py:does_not_fit: ltx-neuron plan",
-    ],
-    "measures a chip": ["plan/clip.py:_step_ms: ltx-neuron tune", "artifacts/tuned_settings.py:load: ltx-neuron tune"],
-    "of the layouts of chips": ["plan/table.py:layout_table: --profile"],
-    "of a chip's memory": [
-        "doctor/checks.py:check_memory: ltx-neuron plan",
-        "doctor/checks.py:can_run: ltx-neuron plan",
-    ],
-    "of a cluster of Ray's; test/slow/test_fleet.py starts one": [
-        "fleet/batch.py:generate_batch: --num-frames",
-        "fleet/cluster.py:check_cores: unset",
-        "fleet/cluster.py:connected: --ray",
-        "fleet/cluster.py:connected: ray start",
-        "fleet/cluster.py:too_small: ray start",
-    ],
-    "asks for a person's token": [
-        "artifacts/store.py:-: hf auth",
-        "config/common.py:gemma_download: hf auth",
-        "hub.py:_as_user_errors: hf auth",
-    ],
-    "asks for a person's keys": ["artifacts/store.py:-: aws configure"],
-    "names a larger disk": [
-        "hub.py:_download: hf_home",
-        "hub.py:_as_user_errors: hf_home",
-        "doctor/checks.py:host: --artifacts-dir",
-    ],
-    "takes a command out of a message": ["doctor/checks.py:examine: ltx-neuron doctor"],
-    "names what writes such a file": [
-        "engine/resume.py:_check_identity: ltx-neuron generate",
-        "report/table.py:_how_to_make: ltx-neuron generate",
-    ],
-    "sends the examples that test_openapi.py sends": ["service/reference.py:_example: curl"],
-    "names another folder": ["service/database.py:__init__: --data-dir"],
-    "names the program alone: which permission is missing is the owner's": ["errors.py:-: chmod"],
-    "shows the system's messages": ["errors.py:-: dmesg"],
-    "of a machine without a network": ["hub.py:_as_user_errors: unset", "hub.py:_as_user_errors: hf download"],
-    "reads a tensor and prints no command": ["backends/ranks.py:broken_latents: hf download"],
-    "repairs a Neuron driver, its packages, cores or chips": [
-        "backends/neuron_errors.py:-: export",
-        "backends/neuron_errors.py:-: ltx-neuron plan",
-        "backends/neuron_errors.py:-: ltx-neuron verify",
-        "backends/neuron_errors.py:-: neuron-ls",
-        "backends/neuron_errors.py:-: sudo modprobe",
-        "backends/neuron_errors.py:-: sudo reboot",
-        "backends/neuron_errors.py:-: sudo tee",
-        "backends/neuron_errors.py:-: unset",
-        "doctor/neuron.py:-: export",
-        "doctor/neuron.py:-: sudo apt-get",
-        "doctor/neuron.py:-: sudo modprobe",
-        "doctor/neuron.py:cores: --tp-degree",
-        "doctor/neuron.py:cores: kill",
-        "doctor/neuron.py:cores: unset",
-        "doctor/neuron.py:libraries: sudo apt-get",
-        "doctor/neuron.py:lnc: export",
-        "doctor/neuron.py:lnc: sudo tee",
-        "doctor/neuron.py:lnc: unset",
-        "doctor/neuron.py:sdk_packages: sudo apt-get",
-    ],
-}
+# Why no test here can run them, and below it the places with their commands; FILE: * are all of a file's
+NOT_RUN = """
+of a Neuron compiler's environment
+  backends/nxd/compile.py:set_environment: unset
+of Neuron's own compiler
+  backends/nki.py:-: --profile-set attention=
+after torch-neuronx's own choice, or the system's messages
+  backends/torchdist/compiled.py:group_names: --profile-set context_parallel=
+after an exchange of real chips that differs
+  doctor/groups.py:-: --profile-set context_parallel= | ltx-neuron doctor
+of a machine with chips or GPUs
+  config/profiles.py:require_runtime: --profile | --tp-degree
+of a machine with chips that fit no profile
+  config/profiles.py:detect: --profile | ltx-neuron doctor
+of ranks that a tiny model has no heads for: test_profiles.py
+  config/profiles.py:check_degree: --tp-degree
+  config/profiles.py:check_cores: --tp-degree
+of a file of more than 1000 frames a second
+  sampling/size.py:check: --frame-rate
+of a model that does not fit a chip: test_plan.py has the table
+  plan/__init__.py:check_fits: --profile-set resident= | --tp-degree
+  plan/__init__.py:check_text_fits: --tp-degree
+  plan/__init__.py:does_not_fit: ltx-neuron plan
+measures a chip
+  plan/clip.py:_step_ms: ltx-neuron tune
+  artifacts/tuned_settings.py:load: ltx-neuron tune
+of the layouts of chips
+  plan/table.py:layout_table: --profile
+of a chip's memory
+  doctor/checks.py:check_memory: ltx-neuron plan
+  doctor/checks.py:can_run: ltx-neuron plan
+of a cluster of Ray's; test/slow/test_fleet.py starts one
+  fleet/batch.py:generate_batch: --num-frames
+  fleet/cluster.py:check_cores: unset
+  fleet/cluster.py:connected: --ray | ray start
+  fleet/cluster.py:too_small: ray start
+asks for a person's token or keys
+  artifacts/store.py:-: hf auth | aws configure
+  config/common.py:gemma_download: hf auth
+  hub.py:_as_user_errors: hf auth
+names a larger disk or another folder
+  hub.py:_download: hf_home
+  hub.py:_as_user_errors: hf_home
+  doctor/checks.py:host: --artifacts-dir
+  service/database.py:__init__: --data-dir
+takes a command out of a message
+  doctor/checks.py:examine: ltx-neuron doctor
+names what writes such a file
+  engine/resume.py:_check_identity: ltx-neuron generate
+  report/table.py:_how_to_make: ltx-neuron generate
+sends the examples that test_openapi.py sends
+  service/reference.py:_example: curl
+names the program alone: which permission is missing is the owner's, and shows the system's messages
+  errors.py:-: chmod | dmesg
+of a machine without a network
+  hub.py:_as_user_errors: unset | hf download
+reads a tensor and prints no command
+  backends/ranks.py:broken_latents: hf download
+repairs a Neuron driver, its packages, cores or chips
+  backends/neuron_errors.py: *
+  doctor/neuron.py: *
+"""
 # Programs whose commands a test of this file collects itself, in all places.
 BY_PROGRAM = ("pip install", "pip uninstall")
 
 
-def places() -> set[str]:
-    return {each.key for each in printed()}
+def not_run() -> Iterator[str]:
+    for line in re.findall("^  (.*)", NOT_RUN, re.MULTILINE):
+        place, _, commands = line.rpartition(": ")
+        if commands == "*":
+            yield from (key for key in PLACES if key.startswith(f"{place}:"))
+        yield from (f"{place}: {command}" for command in commands.split(" | ") if command != "*")
 
 
-def test_every_printed_command_is_run_by_a_test():
-    marks = {*(key for key, _ in marked()), *REMEDIES, *chain(*NOT_RUN.values())}
-    missing = sorted(key for key in places() - marks if not key.endswith(BY_PROGRAM))
+PLACES = {command.key for command in printed()}
+
+
+def test_every_printed_command_is_run_by_a_test_and_no_mark_names_one_that_is_gone():
+    listed = {*REMEDIES, *not_run()}
+    missing = sorted(key for key in PLACES - {key for key, _ in marked()} - listed if not key.endswith(BY_PROGRAM))
     assert not missing, "no test runs these; mark one with @runs(KEY):\n" + "\n".join(missing)
-
-
-def test_no_mark_names_a_command_that_is_gone():
-    """A mark names one place: with a wildcard, a new command would be run by nobody."""
-    named = [*marked(), *((key, "a list here") for key in (*REMEDIES, *chain(*NOT_RUN.values())))]
-    assert [each for each in named if each[0] not in places()] == []
-
-
-def test_commands_of_every_kind_are_collected():
-    found = {key.partition(": ")[2] for key in places()}
-    assert {"ffmpeg", "hf download", "ltx-neuron shard", "pip install", "rm", "--recipe"} <= found
-    assert len(places()) > 150
-    docstring = Path(errors.__file__).read_text()
-    assert "ffmpeg" not in docstring
+    # A mark names one place: with a wildcard, a new command would be run by nobody.
+    assert [mark for mark in marked() if mark[0] not in PLACES] == [] and listed <= PLACES
+    commands = {key.partition(": ")[2] for key in PLACES}
+    assert {"ffmpeg", "hf download", "ltx-neuron shard", "pip install", "rm", "--recipe"} <= commands
+    assert len(PLACES) > 150  # the collection works
 
 
 # --- flags ----------------------------------------------------------------------------------------
@@ -226,57 +197,36 @@ REMEDIES = {
 }
 
 
-class Paths(NamedTuple):
-    """The files of the commands."""
-
-    ckpt: Path
-    gemma: Path
-    lora: Path
-    split: Path
-    head: Path
-    film: Path
-    sound: Path
-    prompts: Path
-    out: Path
-
-
 @pytest.fixture(scope="module")
-def paths(tiny, split, tmp_path_factory) -> Paths:
+def paths(tiny, split, tmp_path_factory) -> dict[str, Path]:
+    """The files of the commands."""
     folder = tmp_path_factory.mktemp("printed")
     made_film(folder / "film.mp4", 25, 64, 64)
     stored = (tone(48000, 0.5) * 2**15).short().T.reshape(1, -1).contiguous().numpy()
     write_sound(folder / "sound.wav", stored, 48000, "pcm_s16le", "stereo", "s16")
     (folder / "prompts.jsonl").write_text('{"prompt": "rain"}\n')
     (folder / "out").mkdir()
-    names = "film.mp4", "sound.wav", "prompts.jsonl", "out"
-    own = (folder / name for name in names)
+    own = {path.stem: path for path in folder.iterdir()}
     head = split.folder / RELEASE_FILES["Lightricks/LTX-2.5"]["duration_head"]
-    return Paths(tiny.checkpoint, tiny.gemma_root, tiny.lora, split.folder, head, *own)
+    model = {"ckpt": tiny.checkpoint, "gemma": tiny.gemma_root, "lora": tiny.lora}
+    return own | model | {"split": split.folder, "head": head}
 
 
-def command_of(line: str, paths: Paths) -> tuple[list[str], list[str]]:
+def command_of(line: str, paths: dict[str, Path]) -> tuple[list[str], list[str]]:
     """A verb's words, and what REMEDIES has behind =>."""
-    typed, _, given = line.partition(" => ")
+    typed, _, remedy = line.partition(" => ")
     verb, *words = shlex.split(typed)
     left_out = {word[1:] for word in words if word[0] == "~"}
     words = [word for word in words if word[0] != "~"]
-    own = {word for word in words if word.startswith("--")} | left_out
-    defaults = dict(COMMON)
-    if verb in ("generate", "prepare", "batch"):
-        defaults |= JOB
-    elif verb in ("tune", "plan"):
-        defaults |= SIZE
-    if verb in ("shard", "tune"):
-        defaults.pop("--gemma-root")
-    if verb == "prepare":
-        defaults.pop("--prompt"), defaults.pop("--output-path")
-    more = [word for pair in defaults.items() if pair[0] not in own for word in pair]
+    defaults = COMMON | (JOB if verb in ("generate", "prepare", "batch") else SIZE if verb in ("tune", "plan") else {})
+    left_out |= {"shard": {"--gemma-root"}, "prepare": {"--prompt", "--output-path"}}.get(verb, set())
+    defaults = {flag: value for flag, value in defaults.items() if flag not in left_out | {*words}}
     verbs = ["shard", "transformer"] if verb == "shard" else [verb]
-    all_words = [word.format(**paths._asdict()) for word in (*verbs, *words, *more)]
-    return all_words, [word.format(**paths._asdict()) for word in shlex.split(given)]
+    typed = [*verbs, *words, *(word for pair in defaults.items() for word in pair)]
+    return [word.format(**paths) for word in typed], [word.format(**paths) for word in shlex.split(remedy)]
 
 
-def said_by(words: list[str], capsys) -> str:
+def printed_by(words: list[str], capsys) -> str:
     """What a command prints until it is refused, or would begin its work."""
     refused = ""
     try:
@@ -298,35 +248,34 @@ def applied(words: list[str], remedy: list[str]) -> list[str]:
     return [*kept, *(word for word in remedy if word[0] != "~")]
 
 
-def remedy_in(said: str, flag: str, paths: Paths) -> list[str]:
+def remedy_in(message: str, flag: str, paths: dict[str, Path]) -> list[str]:
     """The flag that a message says to type, with its value."""
-    found = re.search(
+    sentence = re.search(
         rf"[Tt]ype (?:for example |at most )?{flag}(?:[ ]with one of|[ ]with at most|[ ]with)?"
         r"((?: (?!-|or\b|as\b|\()(?:'[^']*'|[^\s,;]+))?)",
-        said,
+        message,
     )
-    assert found, said
-    examples = {"PATH": paths.lora, "FILE": paths.ckpt, "DIR": paths.gemma, "N": 9}
-    if flag == "--gemma-root" and "in one file" in said:
-        examples["FILE"] = next((paths.split / "text_encoders").glob("*.safetensors"))
-    words = shlex.split(found[1].rstrip("."))
-    return [flag, *(str(examples.get(word, word)) for word in words)]
+    assert sentence, message
+    examples = {"PATH": paths["lora"], "FILE": paths["ckpt"], "DIR": paths["gemma"], "N": 9}
+    if flag == "--gemma-root" and "in one file" in message:
+        examples["FILE"] = next((paths["split"] / "text_encoders").glob("*.safetensors"))
+    return [flag, *(str(examples.get(word, word)) for word in shlex.split(sentence[1].rstrip(".")))]
 
 
 @pytest.mark.parametrize("key", REMEDIES)
 def test_a_command_with_the_flag_that_its_error_names_is_not_refused_so_again(key, paths, capsys, monkeypatch):
-    monkeypatch.chdir(paths.out)
-    words, given = command_of(REMEDIES[key], paths)
-    said = said_by(words, capsys)
-    provoked = [e for e in printed() if e.key == key and e.pattern.search(plain(said))]
-    assert provoked, said
+    monkeypatch.chdir(paths["out"])
+    words, remedy = command_of(REMEDIES[key], paths)
+    message = printed_by(words, capsys)
+    provoked = [command for command in printed() if command.key == key and command.pattern.search(plain(message))]
+    assert provoked, message
     flag = key.partition(": ")[2].split()[0]
-    again = said_by(applied(words, given or remedy_in(said, flag, paths)), capsys)
-    assert not [each for each in provoked if each.pattern.search(plain(again))], again
+    again = printed_by(applied(words, remedy or remedy_in(message, flag, paths)), capsys)
+    assert not [command for command in provoked if command.pattern.search(plain(again))], again
 
 
-def plain(said: str) -> str:
-    return re.sub(r"\s+", " ", said)
+def plain(message: str) -> str:
+    return re.sub(r"\s+", " ", message)
 
 
 # --- commands of ltx-neuron -----------------------------------------------------------------------

@@ -135,8 +135,11 @@ REFUSALS = [
     *(({"extra_params": {"extra_params": nested}}, UNKNOWN, "extra_params", "") for nested in ({}, None, "{}")),
     *(({"extra_params": other}, INVALID, "extra_params", "JSON object") for other in ("[1]", [], 0, False, "a")),
     ({"lora": "x"}, NOT_SUPPORTED, "lora", ""),
-    *(({name: {"file_id": "f"}}, NOT_SUPPORTED, FIRST[name], "file_id") for name in URLS),
-    *(({name: {key: "http://169.254.169.254/"}}, NOT_SUPPORTED, FIRST[name], "data URLs") for name, key in URLS.items()),
+    *(({name: {"file_id": "f"}}, NOT_SUPPORTED, name, "file_id") for name in URLS),
+    *(
+        ({name: {key: "http://169.254.169.254/"}}, NOT_SUPPORTED, FIRST[name], "data URLs")
+        for name, key in URLS.items()
+    ),
     ({"input_reference": "/etc/passwd"}, NOT_SUPPORTED, "input_reference", "only data URLs"),
     ({"seconds": "5", "num_frames": 121}, INVALID, "seconds", "set the same value"),
     ({"fps": 24, "frame_rate": 24}, INVALID, "frame_rate", "set the same value"),

@@ -17,6 +17,7 @@ from ltx_neuron.service.periodic import run_periodically
 from ltx_neuron.service.queue import Entry, KeyUsed, NewJob, Queue, QueueFull, Room
 
 FAR = 1e9  # days and bytes that nothing reaches
+UNLIMITED = Room()
 
 
 class Clock:
@@ -52,7 +53,7 @@ def queue(tmp_path, clock, monotonic):
         yield queue
 
 
-def submit(queue: Queue, owner: str = "ada", batch_key: str = "small", room: Room = Room(), **fields) -> Entry:
+def submit(queue: Queue, owner: str = "ada", batch_key: str = "small", room: Room = UNLIMITED, **fields) -> Entry:
     """Submit a job whose folder holds a file, as the API does."""
     id = queue.new_id()
     queue.folder_of(id).mkdir()
