@@ -145,9 +145,9 @@ def test_a_command_is_spelled_for_the_program_or_for_python_as_the_run_was(tiny,
         opened_workspace(tiny, tmp_path / "artifacts").dit_weights()
     monkeypatch.setenv("PATH", "")
     assert invocation.command("plan") == f"{path} plan"
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin/python"))
     monkeypatch.setattr(sys, "argv", ["a program of the user's own"])
-    assert invocation.command("plan") == f"{tmp_path}/python -m ltx_neuron plan"
+    assert invocation.command("plan") == f"{tmp_path}/bin/python -m ltx_neuron plan"
 
 
 def test_no_message_spells_a_command_by_itself():
