@@ -59,20 +59,15 @@ def refused(name: str, kind: str = "distilled") -> str:
     return str(error.value)
 
 
-# --- what a name stands for ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", FILES)
-def test_a_repository_alone_is_the_released_file_of_its_kind(hub, kind):
-    path = local_path(LTX, kind)
-    assert path.name == FILES[kind] and hub.downloads == [FILES[kind]]
-    assert path.read_bytes() == hub.repos[LTX][FILES[kind]].read_bytes()
-
-
-def test_of_gemma_weights_config_and_tokenizer_are_downloaded_and_nothing_else(hub, tiny):
+def test_a_repository_alone_is_the_released_file_of_its_kind_or_gemmas_files_and_nothing_else(hub):
+    for kind, name in FILES.items():
+        path = local_path(LTX, kind)
+        assert path.name == name and path.read_bytes() == hub.repos[LTX][name].read_bytes()
+    assert {*hub.downloads, FILES["dev"]} == {*FILES.values()}  # that is the distilled one here, and not sent twice
+    hub.requests.clear()
     folder = local_path(GEMMA, "gemma")
     expected = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
-    assert {each.name for each in folder.iterdir()} == set(hub.downloads) == expected
+    assert {path.name for path in folder.iterdir()} == set(hub.downloads) == expected
 
 
 def test_a_repository_of_a_lora_is_its_file_of_weights_with_the_settings_of_peft(hub, tiny):
@@ -92,9 +87,6 @@ def test_what_exists_or_can_only_be_a_path_is_not_looked_for_on_the_hub(hub, tin
     for path in ("absent.safetensors", "a/absent.safetensors", "/a/b/c", "./a/b"):
         assert str(local_path(path, "distilled")) == path.removeprefix("./")
     assert not hub.requests
-
-
-# --- downloads -----------------------------------------------------------------------------------
 
 
 def test_the_size_is_printed_before_a_download_and_the_second_time_nothing_is_requested(hub, capsys):
@@ -147,9 +139,6 @@ def test_a_disk_that_fills_up_during_a_download_is_told(hub, monkeypatch, small_
     assert {path.suffix for path in large if path.is_file()} <= PARTS
 
 
-# --- what the hub refuses ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("token", ["", "hf_of_nobody"])
 def test_a_gated_repository_is_read_with_the_token_of_who_accepted_its_licence(hub, monkeypatch, token):
     hub.gated.add(GEMMA)
@@ -196,9 +185,6 @@ def test_offline_a_filled_cache_is_enough_and_an_empty_or_damaged_one_says_what_
     with pytest.raises(UserError, match=command):
         flags.workspace(parsed("--checkpoint-path", LTX))
     assert download_again(cached) == command
-
-
-# --- in flags, the API and messages --------------------------------------------------------------
 
 
 def parsed(*words: str) -> argparse.Namespace:

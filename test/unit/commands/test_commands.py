@@ -36,9 +36,6 @@ def ended(*words: str) -> int:
     return end.value.code or 0
 
 
-# --- verbs ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("verb", ["shard", "compile"])
 @pytest.mark.parametrize("model", ["transformer", "gemma3", "vae"])
 def test_each_model_has_its_own_flags(verb, model, capsys):
@@ -75,9 +72,6 @@ def test_a_batch_takes_its_prompts_file_with_and_without_the_flag(capsys):
     assert ended("batch", *common) == 2 and "which prompts?" in capsys.readouterr().err
 
 
-# --- the demo -------------------------------------------------------------------------------------
-
-
 def test_the_demo_prints_its_files_and_two_commands_that_can_be_typed_or_where_to_take_them_from(tmp_path, capsys):
     assert ended("demo", str(tmp_path)) == 2
     printed = capsys.readouterr().err
@@ -90,9 +84,6 @@ def test_the_demo_prints_its_files_and_two_commands_that_can_be_typed_or_where_t
     assert prepare.startswith(invocation.command("prepare", "--checkpoint-path"))
     shared = prepare.partition(" prepare ")[2]
     assert generate.startswith(f"{invocation.command('generate')} {shared}")
-
-
-# --- weights --------------------------------------------------------------------------------------
 
 
 @runs("artifacts/build.py:check_finished: ltx-neuron shard")
@@ -122,9 +113,6 @@ def test_verify_checks_all_weights_that_are_there_and_says_how_to_make_damaged_o
     words = shlex.split(make.replace("FILE", str(tiny.checkpoint)))
     dispatch([*words[words.index("shard") :], *common, *files[2:]])
     dispatch(["verify", *common])
-
-
-# --- how commands are spelled ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("verb", "script"), SCRIPTS.items())

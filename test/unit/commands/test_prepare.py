@@ -40,9 +40,6 @@ def code_of(*words: str) -> int:
     return 0
 
 
-# --- what is needed -------------------------------------------------------------------------------
-
-
 def titles(workspace: Workspace, *jobs: Job, **options) -> list[str]:
     return [part.title for part in parts_of(workspace, [*jobs], RunOptions(**options))]
 
@@ -111,9 +108,6 @@ def test_the_size_of_weights_is_known_before_they_are_written(tiny, tmp_path):
     assert part.bytes_there > part.size  # and a manifest
 
 
-# --- what is said beforehand ----------------------------------------------------------------------
-
-
 def rows(preparation: Preparation) -> dict[str, str]:
     """The table's lines by their parts."""
     lines = preparation.table().splitlines()
@@ -161,9 +155,6 @@ def test_graphs_that_the_ranks_compile_are_there_when_these_have_compiled_them(t
     assert first.missing
     first.run()
     assert not Preparation(workspace, [part], "prepare").missing
-
-
-# --- the command ----------------------------------------------------------------------------------
 
 
 def test_a_dry_run_writes_nothing_and_takes_flags_of_generate_and_the_lines_of_a_file(typed, tmp_path, capsys):

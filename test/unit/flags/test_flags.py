@@ -40,9 +40,6 @@ def shown(parser: Parser) -> list[argparse.Action]:
     return [action for action in parser._actions if action.help is not argparse.SUPPRESS]
 
 
-# --- what a verb cannot do without ---------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("verb", "checkpoint", "gemma"),
     [
@@ -61,9 +58,6 @@ def test_a_verb_requires_the_model_files_that_it_reads(verb, checkpoint, gemma):
     assert ("gemma_root" in usual) == (gemma and checkpoint)
 
 
-# --- the price of the machine ---------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("command", ["generate", "batch", "serve", "plan"])
 def test_the_price_is_for_the_runs_that_the_machine_has_room_for(command):
     def price(*words):
@@ -75,9 +69,6 @@ def test_the_price_is_for_the_runs_that_the_machine_has_room_for(command):
     for wrong in ("0", "-1", "nan", "inf"):
         with pytest.raises(UserError, match=f"--price-per-hour {wrong}: wanted US dollars above 0"):
             price("trn2.3xlarge", f"--price-per-hour={wrong}")
-
-
-# --- help -----------------------------------------------------------------------------------------
 
 
 def test_the_help_of_generate_fits_on_two_screens_and_all_of_it_has_every_name_of_every_flag(monkeypatch):
@@ -116,9 +107,6 @@ def test_help_leaves_advanced_flags_out_and_says_so(capsys):
         assert ("1 of 4 flags. All of them: --help-all" in text) != seldom
 
 
-# --- earlier names --------------------------------------------------------------------------------
-
-
 EARLIER = {  # a flag of 0.1.0 -> what its error names
     "--again": "--force",
     "--artifacts-from": "--artifacts-url URL",
@@ -138,9 +126,6 @@ def test_the_error_of_an_earlier_flag_names_the_present_one(earlier, capsys):
         present, printed = EARLIER[earlier], capsys.readouterr().err
         known = present.split()[0] in parser._option_string_actions
         assert end.value.code == 2 and (f"did you mean {present}?" in printed) == known
-
-
-# --- guidance -------------------------------------------------------------------------------------
 
 
 def dev(*words: str):
@@ -178,9 +163,6 @@ def test_a_mistake_in_guidance_is_said_as_it_was_typed(message):
     assert message in str(error.value)
     with pytest.raises(UserError, match="takes no --guidance video_cfg: .*(\n.*)*--recipe dev"):
         said("--guidance", "video_cfg=3")  # of the distilled recipe
-
-
-# --- flags of several values ----------------------------------------------------------------------
 
 
 def test_the_window_of_a_sound_and_the_seconds_of_a_retake_follow_their_file():

@@ -124,8 +124,6 @@ def test_a_mistyped_flag_is_found_without_torch():
     assert process.stderr.count("unknown: --xyzzy") == len(typed)
 
 
-# --- one set of flags -----------------------------------------------------------------------------
-
 PARSERS = {verb: getattr(verbs, verb) for verb in ("generate", "batch", "prepare", "plan", "doctor")}
 PARSERS |= {"serve": serve, "tune": tune}
 
@@ -162,11 +160,10 @@ def test_a_flag_without_effect_keeps_its_default_and_one_with_is_noted(capsys):
 
 @runs("flags/__init__.py:_guidance_settings: --guidance video_cfg=")
 def test_the_guidance_that_an_error_names_is_taken(capsys):
-    typed = ("generate", *MODEL.split(), "--prompt", "rain", "--output-path", "o.mp4", "--recipe", "dev")
-    printed = answer(shlex.join([*typed, "--guidance", "3"]), capsys)
+    typed = [*JOB.split(), "--recipe", "dev"]
+    printed = answer(shlex.join(["generate", *typed, "--guidance", "3"]), capsys)
     words = re.search(r"type for example (--guidance \S+)", printed)[1].split()
-    args = verbs.generate().parse_args([*typed[1:], *words])
-    assert flags.spec(args).video_cfg_guidance_scale == 3
+    assert flags.spec(verbs.generate().parse_args([*typed, *words])).video_cfg_guidance_scale == 3
 
 
 def test_a_seed_of_minus_one_is_drawn_and_printed(capsys):

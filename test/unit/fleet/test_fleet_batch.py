@@ -1,7 +1,6 @@
 """A batch on the cluster's queue, with a pool in Ray's place: which jobs an interrupted run leaves,
-and what becomes of the finished ones; a job's line, and a replica's cores and layout."""
+and what becomes of the finished ones; a replica's cores and layout."""
 
-import json
 import os
 import threading
 from argparse import Namespace
@@ -17,12 +16,8 @@ from ltx_neuron.commands import generate
 from ltx_neuron.config.profiles import resolve
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import write_json
-from ltx_neuron.job import Size
-from ltx_neuron.sampling.conditions import ImageCondition
-from ltx_neuron.sampling.guidance import DEFAULTS
-from ltx_neuron.service.jobs import VIDEO, job_of
+from ltx_neuron.service.jobs import VIDEO
 from ltx_neuron.service.queue import Queue
-from ltx_neuron.weights.lora import Lora
 
 needs("ray", extras="dev,fleet")
 
@@ -110,20 +105,6 @@ def test_an_interrupted_run_goes_on_with_its_own_jobs_but_not_with_those_that_fa
     assert len([*(tmp_path / "jobs").iterdir()]) == 2
     assert run(tmp_path, "waves rain wind") == ["wind", "rain"]
     assert (tmp_path / "0002.mp4").read_text() == "rain" and list((tmp_path / "jobs").iterdir()) == []
-
-
-def test_a_line_of_a_job_says_all_of_it(tmp_path):
-    image = ImageCondition(str(tmp_path / "a.png"), 8, 0.5, 20)
-    loras = Lora(tmp_path / "a.safetensors", 0.3), Lora(tmp_path / "b.safetensors", -1)
-    for job in (
-        make_job("« hello »", Size(64, 96, 17, 12.5, True), seed=4, images=(image,)),
-        make_job("a", recipe="dev", negative_prompt="", num_inference_steps=3, upscale="temporal"),
-        make_job("a", recipe="dev", guidance=DEFAULTS),
-        make_job("a", negative_prompt="b", nag_scale=5.0, nag_alpha=0.5, nag_tau=3.0),
-        make_job("a", Size(two_stage=True), recipe="dev", sampler="res_2s"),
-        make_job("a", loras=loras[:1], stage_1_loras=loras, stage_2_loras=loras[1:]),
-    ):
-        assert job_of(json.loads(json.dumps(job.to_line())), tmp_path).describe() == job.describe()
 
 
 BOTH = "context_parallel=2", "guidance_parallel=2", "backend=torchdist"

@@ -246,10 +246,8 @@ def check(capsys, monkeypatch, home: Path, values: dict, flag: str, message: str
     options = "--recipe", "distilled", "--two-stage"
     before = {path for path in home.rglob("*") if path.is_file()}
     code, error = prepared(capsys, values, *options)
-    assert code == 2 and message in error, error
-    assert f"nearest: {values[flag]})" not in error
-    commands = re.findall(r"hf download .+", error)
-    assert commands, error
+    assert code == 2 and message in error and f"nearest: {values[flag]})" not in error, error
+    assert (commands := re.findall(r"hf download .+", error)), error
     typed = re.search(r"type (--[\w-]+) (?!FILE)([^;\s]+)$", error, re.MULTILINE)
     for command in commands:
         value = downloaded(monkeypatch, command)
@@ -258,8 +256,8 @@ def check(capsys, monkeypatch, home: Path, values: dict, flag: str, message: str
             assert Path(value) == Path(values[flag])  # in its place: the very same command
         if typed and not whole:
             assert (typed[1], typed[2]) == (flag, value)
-        code, error_after = prepared(capsys, {CHECKPOINT: value} if whole else values | {flag: value}, *options)
-        assert code == 0, (command, error_after)
+        repaired = {CHECKPOINT: value} if whole else values | {flag: value}
+        assert prepared(capsys, repaired, *options) == (0, ""), command
     assert all(path.is_file() for path in before)  # nothing is lost
 
 

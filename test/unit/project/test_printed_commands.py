@@ -125,8 +125,6 @@ def test_every_printed_command_is_run_by_a_test_and_no_mark_names_one_that_is_go
     assert len(PLACES) > 150  # the collection works
 
 
-# --- flags ----------------------------------------------------------------------------------------
-
 QUICK_SIZE = "--height", 64, "--width", 64, "--num-frames", 9, "--profile-set", QUICK[0]
 COMMON = {
     "--checkpoint-path": "{ckpt}",
@@ -138,63 +136,48 @@ COMMON = {
 }
 SIZE = {"--height": "64", "--width": "64", "--num-frames": "9"}
 JOB = {"--recipe": "distilled", **SIZE, "--prompt": "rain", "--output-path": "{out}/a.mp4"}
-# The flag that an error or a hint says to type -> the command that provokes it. ~ leaves a flag of
+# The flag that an error or a hint says to type <- the command that provokes it. ~ leaves a flag of
 # JOB out. => has what to type where the message leaves it to the reader ("a smaller one").
-REMEDIES = {
-    "config/common.py:check_heads: --tp-degree": "generate --tp-degree 3",
-    "commands/prepare.py:jobs_of: --num-frames": (
-        "prepare --checkpoint-path {split} ~--gemma-root ~--num-frames --auto-duration 1 2"
-    ),
-    "flags/__init__.py:workspace: --gemma-root": "generate ~--gemma-root",
-    "flags/__init__.py:_guidance_settings: --guidance": (
-        "generate --recipe dev --guidance video_cfg => --guidance video_cfg=3"
-    ),
-    "commands/shard.py:main: --checkpoint-path": "shard ~--checkpoint-path",
-    "host/facts.py:read_media: --lora": ("generate ~--num-frames --two-stage --reference-video {film}"),
-    "engine/outputs.py:check: --output-path": "generate ~--output-path",
-    "engine/outputs.py:check_batch: --output-dir": ("batch ~--prompt ~--output-path --prompts-file {prompts}"),
-    "host/encode_inputs.py:_too_short: --audio-start-time": (
-        "generate --audio-path {sound} --audio-start-time 0.4 => --audio-start-time 0"
-    ),
-    "host/encode_inputs.py:_too_short: --num-frames": ("generate --num-frames 25 --audio-path {sound}"),
-    "host/video.py:check_output_path: --output-path": ("generate --recipe dev --sound-only ~--height ~--width"),
-    "host/video.py:check_output_path: --sound-only": (
-        "generate --output-path {out}/a.wav => --sound-only --recipe dev"
-    ),
-    "host/duration.py:duration_head_spec: --num-frames": (
-        "generate ~--num-frames --auto-duration 1 2 --duration-head-path {head}"
-        " => ~--auto-duration ~--duration-head-path --num-frames 9"
-    ),
-    "sampling/rules.py:-: --ic-lora": "generate --reference-audio {sound}",
-    "job.py:check: --prompt": "generate --prompt ' '",
-    "engine/preflight.py:check_distilled_loras: --lora": (
-        "generate --distilled-lora {lora} 1 => ~--distilled-lora --lora {lora}"
-    ),
-    "engine/preflight.py:check_guidance_groups: --profile-set guidance_parallel=": (
-        "generate --profile-set guidance_parallel=2"
-    ),
-    "config/profiles.py:resolve: --profile": "generate --profile gpu => --profile cpu",
-    "config/profiles.py:_check: --profile-set backend=": (
-        "plan --profile trn2.3xlarge --profile-set backend=nxd --profile-set guidance_parallel=2"
-    ),
-    "sampling/conditions.py:check: --end-time": (
-        "generate ~--height ~--width ~--num-frames --video-path {film} --start-time 0 --end-time 9"
-    ),
-    "sampling/extension.py:check: --num-frames": (
-        "generate ~--height ~--width --num-frames 121 --video-path {film} --extend 1"
-    ),
-    "sampling/rules.py:-: --nag-scale": "generate --negative-prompt blurry",
-    "sampling/rules.py:-: --recipe": "generate --video-cfg-guidance-scale 3",
-    "sampling/inputs.py:check_inputs: --stage-2-ic-lora": (
-        "generate --two-stage --height 128 --width 128 --ic-lora {lora} --video-conditioning {film} 1"
-        " --tile --tile-height 64 --tile-width 64"
-    ),
-    "weights/model_files.py:text_encoder: --gemma-root": "generate --checkpoint-path {split}",
-    "sampling/inputs.py:check_strengths: --distilled-lora": (
-        "generate --recipe dev --two-stage --distilled-lora {lora} 1"
-        " --distilled-lora-strength-stage-1 0.5 => --distilled-lora {lora}"
-    ),
-}
+TYPED = """\
+config/common.py:check_heads: --tp-degree <- generate --tp-degree 3
+commands/prepare.py:jobs_of: --num-frames <- prepare --checkpoint-path {split} ~--gemma-root ~--num-frames \
+    --auto-duration 1 2
+flags/__init__.py:workspace: --gemma-root <- generate ~--gemma-root
+flags/__init__.py:_guidance_settings: --guidance <- generate --recipe dev --guidance video_cfg => --guidance \
+    video_cfg=3
+commands/shard.py:main: --checkpoint-path <- shard ~--checkpoint-path
+host/facts.py:read_media: --lora <- generate ~--num-frames --two-stage --reference-video {film}
+engine/outputs.py:check: --output-path <- generate ~--output-path
+engine/outputs.py:check_batch: --output-dir <- batch ~--prompt ~--output-path --prompts-file {prompts}
+host/encode_inputs.py:_too_short: --audio-start-time <- generate --audio-path {sound} --audio-start-time 0.4 => \
+    --audio-start-time 0
+host/encode_inputs.py:_too_short: --num-frames <- generate --num-frames 25 --audio-path {sound}
+host/video.py:check_output_path: --output-path <- generate --recipe dev --sound-only ~--height ~--width
+host/video.py:check_output_path: --sound-only <- generate --output-path {out}/a.wav => --sound-only --recipe dev
+host/duration.py:duration_head_spec: --num-frames <- generate ~--num-frames --auto-duration 1 2 --duration-head-path \
+    {head} => ~--auto-duration ~--duration-head-path --num-frames 9
+sampling/rules.py:-: --ic-lora <- generate --reference-audio {sound}
+job.py:check: --prompt <- generate --prompt ' '
+engine/preflight.py:check_distilled_loras: --lora <- generate --distilled-lora {lora} 1 => ~--distilled-lora --lora \
+    {lora}
+engine/preflight.py:check_guidance_groups: --profile-set guidance_parallel= <- generate --profile-set \
+    guidance_parallel=2
+config/profiles.py:resolve: --profile <- generate --profile gpu => --profile cpu
+config/profiles.py:_check: --profile-set backend= <- plan --profile trn2.3xlarge --profile-set backend=nxd \
+    --profile-set guidance_parallel=2
+sampling/conditions.py:check: --end-time <- generate ~--height ~--width ~--num-frames --video-path {film} \
+    --start-time 0 --end-time 9
+sampling/extension.py:check: --num-frames <- generate ~--height ~--width --num-frames 121 --video-path {film} \
+    --extend 1
+sampling/rules.py:-: --nag-scale <- generate --negative-prompt blurry
+sampling/rules.py:-: --recipe <- generate --video-cfg-guidance-scale 3
+sampling/inputs.py:check_inputs: --stage-2-ic-lora <- generate --two-stage --height 128 --width 128 --ic-lora {lora} \
+    --video-conditioning {film} 1 --tile --tile-height 64 --tile-width 64
+weights/model_files.py:text_encoder: --gemma-root <- generate --checkpoint-path {split}
+sampling/inputs.py:check_strengths: --distilled-lora <- generate --recipe dev --two-stage --distilled-lora {lora} 1 \
+    --distilled-lora-strength-stage-1 0.5 => --distilled-lora {lora}
+"""
+REMEDIES = dict(line.split(" <- ") for line in TYPED.splitlines())
 
 
 @pytest.fixture(scope="module")
@@ -276,9 +259,6 @@ def test_a_command_with_the_flag_that_its_error_names_is_not_refused_so_again(ke
 
 def plain(message: str) -> str:
     return re.sub(r"\s+", " ", message)
-
-
-# --- commands of ltx-neuron -----------------------------------------------------------------------
 
 
 class Taken(Exception):
@@ -381,9 +361,6 @@ def test_a_service_for_other_machines_is_taken_with_the_token_that_is_printed(ti
         Tokens.load(tmp_path / "empty.json")
     ran(str(refused.value).rpartition("make one: ")[2])
     assert Tokens.load(tmp_path / "empty.json").hashes
-
-
-# --- commands of other programs -------------------------------------------------------------------
 
 
 def test_what_pip_is_told_to_install_is_there_to_be_installed():

@@ -81,8 +81,6 @@ def with_files(fields: dict, files: dict[str, bytes]) -> dict:
     return {name: files.get(fields[name], files.get(kind, fields[name])) for name, kind in kinds.items()}
 
 
-# --- a service with graphs for each kind of job ---------------------------------------------------
-
 FILM = Size(64, 96, 57)  # of the videos that are sent: longer than the parts that examples name
 WINDOW = Size(64, 96, 105)  # that makes it two seconds longer
 PAIR, WIDE = Size(128, 192, 57, two_stage=True), Size(128, 256, 57, two_stage=True)  # made with references

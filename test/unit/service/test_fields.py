@@ -44,9 +44,6 @@ def upload() -> UploadFile:
     return UploadFile(BytesIO(b"picture"))
 
 
-# --- what is read ---------------------------------------------------------------------------------
-
-
 def spellings():
     """Bodies that ask for the same."""
     yield {"width": 768, "height": 512}, {"size": "auto", "width": 768, "height": "512"}
@@ -110,8 +107,6 @@ def test_the_params_of_a_queued_job_make_the_job_of_the_command_and_lead_out_of_
     image = ImageCondition(str(tmp_path / "image-0.png"), 0, 0.5, 33)
     assert job.images == (image, ImageCondition(str(tmp_path / "passwd"), 8))
 
-
-# --- what is refused ------------------------------------------------------------------------------
 
 NESTED_LISTS: list = []
 for _ in range(100_000):  # deeper than Python recurses
@@ -194,9 +189,6 @@ def test_a_body_however_nested_is_read_or_refused_and_nothing_else(body):
         read(**body)
     except ApiError as refusal:
         assert refusal.status == 400
-
-
-# --- the list of fields ---------------------------------------------------------------------------
 
 
 def test_every_field_of_a_job_can_be_sent_but_files_by_their_paths_and_loras_by_theirs():

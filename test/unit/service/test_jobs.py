@@ -58,8 +58,6 @@ def value_of(job, path: str):
     return job
 
 
-# --- what is accepted -----------------------------------------------------------------------------
-
 # Fields -> values of the job, and of the object that the client gets
 JOBS = {
     "a sound": (
@@ -167,8 +165,6 @@ def test_the_model_lists_the_inputs_that_it_takes_with_their_sizes(studio):
     assert [job.all_loras for job in capability_jobs(studio.sizes)][:1] == [()]  # a worker must have no LoRA for it
     assert reference_jobs(studio.sizes)[0].stages[0].loras == studio.sizes.lora_sets["pose"].stage_1_loras
 
-
-# --- what is refused ------------------------------------------------------------------------------
 
 MISMATCH, NOT_SUPPORTED = "profile_mismatch", "feature_not_supported"
 # Fields -> the code, the field that is named, and words of the message

@@ -41,8 +41,6 @@ def operations(described: dict):
             yield method.upper(), path, operation
 
 
-# --- properties of the body's schema --------------------------------------------------------------
-
 BEYOND = {"minimum": -1, "exclusiveMinimum": 0, "maximum": 1, "exclusiveMaximum": 0}
 NOT_TEXT = "integer", "number", "boolean", "array"
 SCHEMA = VideoRequest.model_json_schema()
@@ -115,9 +113,6 @@ def test_a_value_within_the_schema_is_read(name):
         assert request.digest == read_request({"prompt": "waves", name: value}).digest
 
     check()
-
-
-# --- the description ------------------------------------------------------------------------------
 
 
 def test_every_example_of_a_body_is_accepted_and_fits_its_schema(studio, files):

@@ -29,9 +29,6 @@ def service(tmp_path):
         yield made
 
 
-# --- the files ------------------------------------------------------------------------------------
-
-
 def test_the_page_and_its_files_name_no_other_site_and_run_no_other_script(service):
     answers = {path: get(service, path) for path in FILES}
     assert all(got.status == 200 for got in answers.values())
@@ -71,9 +68,6 @@ def test_without_a_token_the_page_shows_nothing_of_the_service_but_its_schema(se
     assert not {"/", "/session"} & described["paths"].keys()
 
 
-# --- the session ----------------------------------------------------------------------------------
-
-
 def signed_in(service, **headers) -> bytes:
     """The cookie that a browser keeps of a sign-in."""
     got = send(service, "POST", "/session", **{"origin": OWN} | headers)
@@ -93,7 +87,7 @@ def test_a_token_becomes_a_cookie_that_no_script_and_no_other_site_gets(service)
     cookie = signed_in(service).lower()
     assert b"httponly" in cookie and b"samesite=strict" in cookie and b"secure" not in cookie
     assert b"secure" in signed_in(service, origin=b"https://a", host=b"a").lower()
-    deleted = ask(service, cookie, "DELETE", "/session", origin=OWN).headers[b"set-cookie"].lower()
+    deleted = ask(service, signed_in(service), "DELETE", "/session", origin=OWN).headers[b"set-cookie"].lower()
     assert b'ltx_session=""' in deleted and b"max-age=0" in deleted
 
 
@@ -129,9 +123,6 @@ def test_the_cookie_is_no_token_in_what_others_have_the_browser_ask(service, met
     path = f"{VIDEOS}/{id}" if method == "DELETE" else VIDEOS
     assert ask(service, cookie, method, path, **headers).status in (401, 403)
     assert len(answer_of(service, VIDEOS)["data"]) == 1
-
-
-# --- red team -------------------------------------------------------------------------------------
 
 
 OUTSIDE = "/web/../page.py /web/.. /web//etc/passwd /web/%2e%2e/page.py /web/..\\page.py /web/ /index.html /page.py"

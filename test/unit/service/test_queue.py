@@ -36,20 +36,9 @@ def open_queue(folder, **settings) -> closing[Queue]:
 
 
 @pytest.fixture
-def clock():
-    """Seconds since 1970, as the operator may set them."""
-    return Clock(1e9)
-
-
-@pytest.fixture
-def monotonic():
-    """Seconds since the machine started: the clock of leases."""
-    return Clock(500.0)
-
-
-@pytest.fixture
-def queue(tmp_path, clock, monotonic):
-    with open_queue(tmp_path, clock=clock, monotonic=monotonic) as queue:
+def queue(tmp_path):
+    """Its clock may be set; that of leases is the time since the machine started."""
+    with open_queue(tmp_path, clock=Clock(1e9), monotonic=Clock(500.0)) as queue:
         yield queue
 
 
@@ -77,9 +66,6 @@ def begin(queue: Queue, **fields) -> Entry:
 def status(queue: Queue, entry: Entry) -> str | None:
     stored = queue.get(entry.owner, entry.id)
     return stored and stored.status
-
-
-# --- the owners' side -----------------------------------------------------------------------------
 
 
 def test_a_job_goes_from_queued_to_completed_or_failed_and_is_the_same_after_a_restart(queue, tmp_path):
@@ -139,15 +125,15 @@ INSERT INTO jobs VALUES (
 """
 
 
-def test_a_database_of_an_earlier_version_is_opened_and_its_jobs_go_on(tmp_path, clock):
+def test_a_database_of_an_earlier_version_is_opened_and_its_jobs_go_on(tmp_path):
     with closing(sqlite3.connect(tmp_path / "queue.sqlite")) as earlier:
         earlier.executescript(EARLIER_SCHEMA.format(id="0" * 32))
     for _ in range(2):  # and again, when nothing is to be renamed
-        with open_queue(tmp_path, clock=clock) as queue:
+        with open_queue(tmp_path) as queue:
             job = queue.of_key("ada", "k", "digest")
     assert (job.batch_key, job.params, job.public_fields) == ("small", {"prompt": "waves"}, {"size": "64x64"})
     assert (job.detail, job.crash_count) == (None, 1)
-    with open_queue(tmp_path, clock=clock) as queue:
+    with open_queue(tmp_path) as queue:
         (entry,) = claim(queue)
         assert (entry.id, entry.attempt, entry.crash_count) == (job.id, 4, 2)
         assert queue.complete(entry) and submit(queue).number == 2
@@ -185,36 +171,29 @@ def test_a_full_queue_refuses_jobs_and_retries_beyond_its_room(queue):
     assert queue.retry(failed, Room(jobs_of_owner=2)) and not queue.retry(failed)
 
 
-# --- the workers' side ----------------------------------------------------------------------------
-
-
-def test_owners_alternate_however_many_jobs_one_of_them_has(queue):
+def test_owners_alternate_and_a_loaded_batch_key_goes_on_until_another_has_waited_too_long(queue):
+    assert queue.next_batch_key() is None
     for owner in ("ada",) * 6 + ("bob", "eve"):
         submit(queue, owner=owner)
     assert [entry.owner for entry in claim(queue, count=4)] == ["ada", "bob", "eve", "ada"]
-
-
-def test_jobs_of_the_loaded_batch_key_run_together_until_another_has_waited_too_long(queue, clock):
-    assert queue.next_batch_key() is None
-    for owner, batch_key in (("ada", "large"), ("bob", "small"), ("bob", "large")):
+    for owner, batch_key in (("bob", "large"), ("eve", "other"), ("eve", "large")):
         submit(queue, owner=owner, batch_key=batch_key)
-    assert queue.next_batch_key() == "large"
-    assert [entry.owner for entry in claim(queue, batch_key="large", count=5)] == ["ada", "bob"]
+    assert queue.next_batch_key() == "large"  # bob was served before eve and ada
+    assert [entry.owner for entry in claim(queue, batch_key="large", count=5)] == ["bob", "eve"]
     submit(queue, owner="bob", batch_key="large")
-    submit(queue, owner="ada", batch_key="small")
     assert queue.next_batch_key(loaded="large", max_delay=30) == "large"
-    clock.now += 31
-    assert queue.next_batch_key(loaded="large", max_delay=30) == "small"
+    queue.clock.now += 31
+    assert queue.next_batch_key(loaded="large", max_delay=30) == "small"  # ada's
 
 
-def test_a_worker_presumed_dead_changes_nothing_when_it_comes_back(queue, monotonic):
+def test_a_worker_presumed_dead_changes_nothing_when_it_comes_back(queue):
     submit(queue)
     (first,) = claim(queue, "w1")
     for _ in range(2):
-        monotonic.now += queue.lease - 1
+        queue.monotonic.now += queue.lease - 1
         assert claim(queue, "w2") == []
         queue.renew("w1", {})
-    monotonic.now += queue.lease + 1
+    queue.monotonic.now += queue.lease + 1
     (second,) = claim(queue, "w1")  # the same name even
     assert second.id == first.id and second.attempt == first.attempt + 1
     assert not queue.owns(first) and queue.owns(second)
@@ -242,34 +221,34 @@ def test_a_job_that_crashes_its_workers_fails_and_ends_before_it_began_or_after_
 
 
 @pytest.mark.parametrize("seconds", [-1e9, 365 * 86400.0], ids=["to 1970", "a year on"])
-def test_leases_and_alternation_do_not_depend_on_a_clock_that_is_set(queue, clock, monotonic, seconds):
+def test_leases_and_alternation_do_not_depend_on_a_clock_that_is_set(queue, seconds):
     for owner in ("ada", "ada", "ada", "bob"):
         submit(queue, owner=owner)
     (entry,) = claim(queue, "w1")
     queue.report(entry, 1)
     submit(queue, owner="eve", batch_key="large")
     queue.renew("w1", {})
-    clock.now += seconds
+    queue.clock.now += seconds
     queue.sweep(FAR, FAR)
     assert queue.owns(entry) and queue.workers()["w1"]["alive"] and queue.oldest_wait() >= 0
     others = [claim(queue, "w2")[0] for _ in range(2)]
     assert [entry.owner for entry in others] == ["bob", "ada"]
     assert queue.next_batch_key(loaded="small", max_delay=30) == "large"
     assert all(map(queue.complete, others))
-    monotonic.now += queue.lease + 1
+    queue.monotonic.now += queue.lease + 1
     assert not queue.workers()["w1"]["alive"]
     assert entry.id in {lost.id for lost in claim(queue, "w2", count=9)} and not queue.owns(entry)
 
 
-def test_a_restarted_machine_or_worker_of_the_data_folder_frees_all_earlier_jobs(queue, clock, monotonic):
-    monotonic.now = 1e6
+def test_a_restarted_machine_or_worker_of_the_data_folder_frees_all_earlier_jobs(queue):
+    queue.monotonic.now = 1e6
     begin(queue)
     queue.renew("w1", {"videos": 3})
-    monotonic.now = 10.0  # the machine started again: no lease and no worker of before counts
+    queue.monotonic.now = 10.0  # the machine started again: no lease and no worker of before counts
     assert not queue.workers()["w1"]["alive"]
     (entry,) = claim(queue, "w2")
     queue.renew("w2", {"videos": 4})
-    clock.now -= 3600
+    queue.clock.now -= 3600
     queue.release_worker(None, crashed=True)
     assert queue.workers() == {"w1": {"videos": 3, "alive": False}, "w2": {"videos": 4, "alive": False}}
     assert claim(queue, "w3")[0].crash_count == entry.crash_count + 1 == 2
@@ -284,23 +263,20 @@ ENDS = {
 
 
 @pytest.mark.parametrize("how", ENDS)
-def test_partial_files_of_a_killed_worker_go_with_the_next_change_of_its_job(queue, monotonic, how):
+def test_partial_files_of_a_killed_worker_go_with_the_next_change_of_its_job(queue, how):
     entry, pid = begin(queue), os.getpid()
     folder = queue.folder_of(entry.id)
     partials = f".video.mp4.{pid}-0a.partial", f".thumbnail.jpg.{pid + 1}-2c.partial", f".a.{pid}-3d.partial.mp4"
     for name in (*partials, "video.resume.safetensors"):
         (folder / name).touch()
     if how == "another worker claims it":
-        monotonic.now += queue.lease + 1
+        queue.monotonic.now += queue.lease + 1
     queue.max_crashes = 1 if "crashed" in how else 2
     ENDS[how](queue, entry)
     assert {path.name for path in folder.iterdir()} == {"input.png", "video.resume.safetensors"}
 
 
-# --- deleting -------------------------------------------------------------------------------------
-
-
-def test_a_waiting_job_goes_at_once_and_a_running_one_when_its_worker_releases_it_or_dies(queue, monotonic):
+def test_a_waiting_job_goes_at_once_and_a_running_one_when_its_worker_releases_it_or_dies(queue):
     entry = submit(queue)
     assert queue.cancel("ada", entry.id)
     assert not queue.folder_of(entry.id).exists() and claim(queue) == []
@@ -312,19 +288,19 @@ def test_a_waiting_job_goes_at_once_and_a_running_one_when_its_worker_releases_i
         assert not queue.owns(entry) and not queue.complete(entry)
         assert queue.folder_of(entry.id).exists()
         if dies:
-            monotonic.now += queue.lease + 1
+            queue.monotonic.now += queue.lease + 1
             queue.sweep(FAR, 10**21)  # more than an integer of SQLite holds
         else:
             queue.release_job(entry)
         assert not queue.folder_of(entry.id).exists() and queue.counts()["cancelled"] == 0 and claim(queue) == []
 
 
-def test_jobs_expire_by_age_and_the_oldest_beyond_a_number_of_bytes(queue, clock):
+def test_jobs_expire_by_age_and_the_oldest_beyond_a_number_of_bytes(queue):
     ended = []
     for _ in range(4):
         ended.append(begin(queue))
         queue.complete(ended[-1], bytes=100)
-        clock.now += 86400
+        queue.clock.now += 86400
     waiting = submit(queue)
     for days, most, left in ((3.5, FAR, 3), (FAR, 250, 2)):
         queue.sweep(days, most)
@@ -333,23 +309,20 @@ def test_jobs_expire_by_age_and_the_oldest_beyond_a_number_of_bytes(queue, clock
     assert status(queue, waiting) == "queued"
 
 
-def test_a_folder_without_a_job_is_swept_after_an_hour_and_no_other_folder(queue, clock):
+def test_a_folder_without_a_job_is_swept_after_an_hour_and_no_other_folder(queue):
     orphan, entry, other = queue.folder_of(queue.new_id()), submit(queue), queue.folder / "notes"
     orphan.mkdir()
     other.mkdir()
     for seconds, exists in ((3500, True), (3700, False)):
-        clock.now = time.time() + seconds
+        queue.clock.now = time.time() + seconds
         queue.sweep(FAR, FAR)
         assert orphan.exists() == exists
     assert other.exists() and queue.folder_of(entry.id).exists()
 
 
-# --- kill -9 --------------------------------------------------------------------------------------
-# No database is open where a process forks: SQLite's locks would not be those of either.
-
-
 def work(folder, name: str) -> None:
-    """What a worker does, without an engine: two stages a job, each noted in the job's folder."""
+    """What a worker does, without an engine: two stages a job, each noted in the job's folder. No
+    database is open where a process forks: SQLite's locks would not be those of either."""
     queue = Queue(folder / "queue.sqlite", folder / "jobs", lease=5)
     while queue.counts()["queued"] + queue.counts()["in_progress"]:
         for entry in queue.claim(name, "small", 2):

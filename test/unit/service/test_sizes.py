@@ -34,9 +34,6 @@ def refusal(sizes: SizeRegistry, requested: RequestedSize, job: Job | None = Non
     return caught.value
 
 
-# --- what is recorded -----------------------------------------------------------------------------
-
-
 def test_a_recorded_size_offers_its_transpose_and_the_sizes_of_its_stages():
     assert offered(registry(SMALL)) == {SMALL, TALL}
     assert {size.recipe for size in registry(SMALL, recipe="dev").compiled} == {"dev"}
@@ -89,9 +86,6 @@ def test_a_size_is_recorded_once_beside_others_and_changes_nothing_else(tmp_path
     written = json.loads((tmp_path / MANIFEST).read_text())
     assert written.pop("checksum") and written == content | {"sizes": sizes}
     assert [path.name for path in tmp_path.iterdir()] == [MANIFEST]
-
-
-# --- what a request means -------------------------------------------------------------------------
 
 
 def test_a_request_gets_the_values_that_it_has_and_the_default_or_what_is_compiled_with_them():

@@ -59,9 +59,6 @@ def write_at(path: Path, place: int = 0) -> None:
         file.write(os.urandom(4096))
 
 
-# --- what a client is told ------------------------------------------------------------------------
-
-
 @contextmanager
 def locked(queue: Queue, monkeypatch):
     monkeypatch.setattr(database, "_BUSY_SECONDS", 0.01)
@@ -136,9 +133,6 @@ def test_an_upload_without_room_is_answered_with_507_and_no_traceback(
     got = post_form(service, size=SIZE, input_reference=b"picture")
     assert (got.status, got.error["code"]) == (status, "storage_full" if status == 507 else "internal_error")
     assert ("Traceback" in caplog.text) == (status == 500)  # only what is a fault is logged
-
-
-# --- a full disk ----------------------------------------------------------------------------------
 
 
 def on_small_disk(folder: Path, function) -> None:
@@ -230,9 +224,6 @@ def test_a_queue_that_cannot_be_opened_on_a_full_disk_reports_a_full_disk(tmp_pa
         assert caught.value.errno == errno.ENOSPC
 
     on_small_disk(tmp_path / "disk", check)
-
-
-# --- a damaged file at the start ------------------------------------------------------------------
 
 
 def killed_service(folder: Path, keep_log: bool) -> str:
