@@ -213,24 +213,22 @@ def test_names_of_the_hub_stand_for_their_files_in_flags_and_messages(hub, tiny,
         workspace.dit_weights()
 
 
-def test_a_pipeline_opens_by_names(hub):
+def test_a_pipeline_opens_by_names_and_finds_all_parts_of_ltx_2_5_by_its_repository(hub, split, capsys):
     names = dict(checkpoint_path=LTX, gemma_root=GEMMA, spatial_upsampler_path=LTX)
     with LTXPipeline.from_pretrained(**names, loras=[(LORA, 1.0)], profile="cpu") as pipeline:
         assert pipeline.engine.workspace.checkpoint_path.name == CHECKPOINT
     assert {CHECKPOINT, FILES["spatial"], "config.json", "lora.safetensors"} < set(hub.downloads)
-
-
-def test_all_parts_of_ltx_2_5_are_found_by_the_name_of_its_repository(hub, split, capsys):
     files = RELEASE_FILES[LATER]
     hub.repos[LATER] = {file: split.folder / file for file in files.values()}
-    names = dict(checkpoint_path=LATER, profile="cpu", dtype="float32")
-    with LTXPipeline.from_pretrained(**names, artifacts_dir="artifacts") as pipeline:
+    hub.requests.clear()
+    names = dict(checkpoint_path=LATER, profile="cpu", dtype="float32", artifacts_dir="artifacts")
+    with LTXPipeline.from_pretrained(**names) as pipeline:
         job = make_job("a fox", Size(64, 64, 9, two_stage=True))
         with suppress(UserError):  # there are no graphs
             pipeline.engine.preflight.check([pipeline.engine.workspace.resolved(job)])
     assert "video decoder: convolutional, from " in capsys.readouterr().out
-    expected = "distilled", "gemma", "video_vae", "audio_vae", "spatial"
-    assert set(hub.downloads) == {Path(files[kind]).name for kind in expected}
+    kinds = "distilled", "gemma", "video_vae", "audio_vae", "spatial"
+    assert set(hub.downloads) == {Path(files[kind]).name for kind in kinds}
 
 
 def test_a_diffusion_vae_in_the_cache_decodes_only_where_it_is_typed(hub, split):

@@ -118,10 +118,9 @@ def test_a_request_becomes_a_job_with_its_files_beside_it(studio, files, kind):
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.version)
-def test_each_kind_of_job_is_taken_of_each_release(tmp_path, files, release, monkeypatch):
+def test_each_kind_of_job_is_taken_of_the_later_release_as_well(tmp_path, files, monkeypatch):
     monkeypatch.setattr(media, "check", lambda *_: None)
-    with client.studio(tmp_path, files, release) as service:
+    with client.studio(tmp_path, files, RELEASES[-1]) as service:
         service.submitter.limits = Limits(max_queue=100, rate=1e9)
         for name, fields in (EXAMPLES["multipart/form-data"] | {name: row[0] for name, row in JOBS.items()}).items():
             got = post_form(service, **with_files(fields, files))
@@ -143,13 +142,13 @@ def test_a_picture_is_a_reference_that_all_frames_show(studio, files):
         assert got.status == 200, got.body
 
 
-@pytest.mark.parametrize(("mode", "kind"), [("P", "PNG"), ("RGB", "JPEG"), ("CMYK", "JPEG"), ("L", "WEBP")])
-def test_a_decoded_picture_has_the_pixels_of_the_file(tmp_path, mode, kind):
-    Image.effect_noise((8, 6), 50).convert(mode).save(tmp_path / "a", format=kind)
-    picture.decode(tmp_path / "a", tmp_path / "b.png")
-    with Image.open(tmp_path / "a") as before, Image.open(tmp_path / "b.png") as after:
-        assert after.format == "PNG"
-        assert before.convert("RGB").tobytes() == after.convert("RGB").tobytes()
+def test_a_decoded_picture_has_the_pixels_of_the_file(tmp_path):
+    for mode, kind in (("P", "PNG"), ("RGB", "JPEG"), ("CMYK", "JPEG"), ("L", "WEBP")):
+        Image.effect_noise((8, 6), 50).convert(mode).save(tmp_path / "a", format=kind)
+        picture.decode(tmp_path / "a", tmp_path / "b.png")
+        with Image.open(tmp_path / "a") as before, Image.open(tmp_path / "b.png") as after:
+            assert after.format == "PNG"
+            assert before.convert("RGB").tobytes() == after.convert("RGB").tobytes()
 
 
 def test_the_model_lists_the_inputs_that_it_takes_with_their_sizes(studio):
