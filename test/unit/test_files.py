@@ -259,6 +259,6 @@ def test_what_one_may_not_read_is_said_with_what_to_do(tmp_path, what, read):
     folder.mkdir()
     write_json(folder / "file.json", {})
     with locked(folder / what):
-        said = said_to_an_ordinary_user(lambda: read(folder / "file.json"))
-    assert said.startswith(f"NoPermission: {folder}/file.json: you may not read or write it")
-    assert "(chmod)" in said
+        message = said_to_an_ordinary_user(lambda: read(folder / "file.json"))
+    assert message.startswith(f"NoPermission: {folder}/file.json: you may not read or write it")
+    assert "(chmod)" in message

@@ -91,8 +91,8 @@ def test_what_exists_or_can_only_be_a_path_is_not_looked_for_on_the_hub(hub, tin
 
 def test_the_size_is_printed_before_a_download_and_the_second_time_nothing_is_requested(hub, capsys):
     first = local_path(LTX, "distilled"), local_path(GEMMA, "gemma")
-    said = capsys.readouterr().out
-    assert f"downloading {LTX}/{CHECKPOINT} (" in said and f"downloading {GEMMA}, 4 files (" in said
+    printed = capsys.readouterr().out
+    assert f"downloading {LTX}/{CHECKPOINT} (" in printed and f"downloading {GEMMA}, 4 files (" in printed
     hub.requests.clear()
     assert first == (local_path(LTX, "distilled"), local_path(GEMMA, "gemma"))
     assert not hub.requests and not capsys.readouterr().out
@@ -254,8 +254,8 @@ def test_a_name_may_have_a_file_and_a_revision(hub, capsys):
 def test_the_doctor_downloads_nothing_and_says_what_is_not_downloaded_yet(hub, capsys):
     with suppress(SystemExit):
         doctor(["--profile", "cpu", "--checkpoint-path", LTX, "--gemma-root", GEMMA])
-    said = capsys.readouterr().out
-    assert f"{LTX}/{CHECKPOINT} is not downloaded yet" in said and f"> hf download {GEMMA}" in said
+    printed = capsys.readouterr().out
+    assert f"{LTX}/{CHECKPOINT} is not downloaded yet" in printed and f"> hf download {GEMMA}" in printed
     assert not hub.requests
     with no_downloads(), pytest.raises(UserError, match="not downloaded yet"):
         local_path(LTX, "distilled")

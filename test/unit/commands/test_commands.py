@@ -50,12 +50,9 @@ def test_each_model_has_its_own_flags(verb, model, capsys):
     assert ("--height" in printed) == (verb == "compile" and model != "gemma3")
 
 
-def test_help_lists_every_verb_and_imports_neither_torch_nor_a_verb(capsys):
+def test_help_lists_every_verb(capsys):
     assert ended("--help") == 0
-    listed = capsys.readouterr().out
-    assert re.findall(r"^  (\w+)  ", listed, re.MULTILINE) == [*VERBS]
-    code = "import sys, ltx_neuron.commands; sys.exit(bool({'torch', 'numpy'} & {*sys.modules}))"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    assert re.findall(r"^  (\w+)  ", capsys.readouterr().out, re.MULTILINE) == [*VERBS]
 
 
 def test_python_runs_the_package_as_the_program_and_nothing_typed_shows_the_verbs(capsys):
@@ -105,8 +102,8 @@ def test_verify_checks_all_weights_that_are_there_and_says_how_to_make_damaged_o
     content[-1] ^= 1
     rank.write_bytes(content)
     assert ended("verify", *common, *files) == 2
-    said = capsys.readouterr().err
-    assert "content differs" in said and invocation.command("shard gemma3") in said
+    printed = capsys.readouterr().err
+    assert "content differs" in printed and invocation.command("shard gemma3") in printed
     assert ended("verify", *common) == 2
     remove, make = capsys.readouterr().err.partition("Make it again: ")[2].split(" && ")
     shutil.rmtree(shlex.split(remove)[-1])
@@ -144,5 +141,7 @@ def test_no_message_spells_a_command_by_itself():
     own = {"invocation.py", "__main__.py", "lint/lower.py", "tiny/__init__.py", "tiny/__main__.py"}
     own |= {"service/picture.py", "service/media.py"}
     spelled = re.compile(r"python (shards|compile|src)/|-m ltx_neuron|(shard|compile)_\w+\.py")
-    found = {path.relative_to(package).as_posix() for path in package.rglob("*.py") if spelled.search(path.read_text())}
-    assert found <= own
+    spelling = {
+        path.relative_to(package).as_posix() for path in package.rglob("*.py") if spelled.search(path.read_text())
+    }
+    assert spelling <= own

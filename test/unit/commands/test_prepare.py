@@ -24,7 +24,7 @@ SMALL = Size(64, 64, 9)
 
 
 @pytest.fixture
-def typed(tiny, tmp_path) -> list[str]:
+def job_flags(tiny, tmp_path) -> list[str]:
     """The flags of a small job."""
     words = ["--checkpoint-path", str(tiny.checkpoint), "--gemma-root", str(tiny.gemma_root)]
     words += ["--artifacts-dir", str(tmp_path / "artifacts"), "--profile", "cpu"]
@@ -157,15 +157,19 @@ def test_graphs_that_the_ranks_compile_are_there_when_these_have_compiled_them(t
     assert not Preparation(workspace, [part], "prepare").missing
 
 
-def test_a_dry_run_writes_nothing_and_takes_flags_of_generate_and_the_lines_of_a_file(typed, tmp_path, capsys):
+def test_a_dry_run_writes_nothing_and_takes_flags_of_generate_and_the_lines_of_a_file(job_flags, tmp_path, capsys):
     write_film(tmp_path / "film.mkv", picture_frames(9, 64, 64, 3))
     lines = tmp_path / "lines.jsonl"
     lines.write_text('{"prompt": "a"}\n{"prompt": "b", "width": 96}\n')
     for words, missing, size in (
-        ([*typed, "--neuron-gemma", "--prompt", "rain", "--seed", "4", "--output-path", "a.mp4"], 4, "64x64, 9 frames"),
-        ([*typed, "--prompts-file", str(lines)], 3, "64x96, 9 frames"),
+        (
+            [*job_flags, "--neuron-gemma", "--prompt", "rain", "--seed", "4", "--output-path", "a.mp4"],
+            4,
+            "64x64, 9 frames",
+        ),
+        ([*job_flags, "--prompts-file", str(lines)], 3, "64x96, 9 frames"),
         # Without saying which seconds are made anew.
-        ([*typed[: typed.index("--height")], "--video-path", str(tmp_path / "film.mkv")], 2, "64x64, 9 frames"),
+        ([*job_flags[: job_flags.index("--height")], "--video-path", str(tmp_path / "film.mkv")], 2, "64x64, 9 frames"),
     ):
         assert code_of("prepare", *words, "--dry-run") == 0
         printed = capsys.readouterr().out
@@ -177,43 +181,43 @@ def test_a_dry_run_writes_nothing_and_takes_flags_of_generate_and_the_lines_of_a
     assert not any(flag in listed for flag in ("--prompt ", "--seed", "--output-path", "--resume"))
 
 
-def test_what_cannot_be_generated_is_not_prepared(typed, tmp_path, capsys):
+def test_what_cannot_be_generated_is_not_prepared(job_flags, tmp_path, capsys):
     samples = (tone(16000, 1.0)[:1] * 2**15).short().numpy()
     voice = write_sound(tmp_path / "voice.wav", samples, 16000, "pcm_s16le", "mono", "s16")
-    for flags, said in (
+    for flags, message in (
         (["--reference-audio", str(voice)], "--reference-audio goes with --ic-lora"),
         (["--recipe", "dev", "--two-stage"], "needs --distilled-lora"),
         (["--num-workers", "0"], "wanted 1 or more"),
     ):
-        assert code_of("prepare", *typed, *flags) == 2
-        assert said in capsys.readouterr().err
+        assert code_of("prepare", *job_flags, *flags) == 2
+        assert message in capsys.readouterr().err
 
 
-def test_a_disk_without_room_is_refused_before_anything_is_made(typed, tmp_path, monkeypatch, capsys):
+def test_a_disk_without_room_is_refused_before_anything_is_made(job_flags, tmp_path, monkeypatch, capsys):
     usage = files.shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(files.shutil, "disk_usage", lambda folder: usage)
-    assert code_of("prepare", *typed) == 2
-    said = capsys.readouterr().err
-    assert "the weights need" in said and "1.0 kB free" in said
+    assert code_of("prepare", *job_flags) == 2
+    printed = capsys.readouterr().err
+    assert "the weights need" in printed and "1.0 kB free" in printed
     assert not (tmp_path / "artifacts").exists()
 
 
-def test_one_that_is_stopped_says_how_to_go_on(typed, monkeypatch, capsys):
+def test_one_that_is_stopped_says_how_to_go_on(job_flags, monkeypatch, capsys):
     def stop(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(build, "shard_weights", stop)
-    assert code_of("prepare", *typed) == 130
-    said = capsys.readouterr().err
-    assert f"to continue, type: {invocation.command('prepare', *typed)}" in said
+    assert code_of("prepare", *job_flags) == 130
+    printed = capsys.readouterr().err
+    assert f"to continue, type: {invocation.command('prepare', *job_flags)}" in printed
 
 
-def test_generate_and_batch_name_prepare_with_their_own_flags(typed, tmp_path, capsys):
+def test_generate_and_batch_name_prepare_with_their_own_flags(job_flags, tmp_path, capsys):
     lines = tmp_path / "lines.jsonl"
     lines.write_text('{"prompt": "a"}\n')
     for words, own in (
-        (["generate", *typed, "--seed", "4", "--prompt", "rain", "--output-path", str(tmp_path / "a.mp4")], []),
-        (["batch", *typed, str(lines), "--output-dir", str(tmp_path)], ["--prompts-file", str(lines)]),
+        (["generate", *job_flags, "--seed", "4", "--prompt", "rain", "--output-path", str(tmp_path / "a.mp4")], []),
+        (["batch", *job_flags, str(lines), "--output-dir", str(tmp_path)], ["--prompts-file", str(lines)]),
     ):
         assert code_of(*words) == 2
-        assert f"Make them: {invocation.command('prepare', *own, *typed)}\n" in capsys.readouterr().err
+        assert f"Make them: {invocation.command('prepare', *own, *job_flags)}\n" in capsys.readouterr().err

@@ -142,5 +142,5 @@ ONE_PLACE = {
 @pytest.mark.parametrize("what", ONE_PLACE)
 def test_what_all_modules_need_is_done_in_one_place(what):
     pattern, places = ONE_PLACE[what]
-    found = {module for module, path in MODULES.items() if re.search(pattern, path.read_text())}
-    assert found - {f"ltx_neuron.{place}" for place in places} == set()
+    modules = {module for module, path in MODULES.items() if re.search(pattern, path.read_text())}
+    assert modules - {f"ltx_neuron.{place}" for place in places} == set()

@@ -367,10 +367,10 @@ def test_what_pip_is_told_to_install_is_there_to_be_installed():
     """And, of a package that this project wants, a version that it takes."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *(each for extra in extras.values() for each in extra)]
-    own = {each.name: each.specifier for each in map(Requirement, wanted)}
+    wanted = [*project["dependencies"], *(package for extra in extras.values() for package in extra)]
+    own = {package.name: package.specifier for package in map(Requirement, wanted)}
     pins = dict(re.findall(r"^([\w-]+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.M))
-    sentences = {each.text for each in printed() if ": pip install" in each.key}
+    sentences = {command.text for command in printed() if ": pip install" in command.key}
     lines = [line for text in sentences for line in re.findall(r"pip install ([^;)\n]+)", text)]
     shown = [shlex.split(line) for line in lines if "…" not in line]
     shown += [words[2:] for page in PAGES for words in commands(page) if words[0] == "pip"]
@@ -385,7 +385,7 @@ def test_what_pip_is_told_to_install_is_there_to_be_installed():
             known = own.get(needed.name) or SpecifierSet(f"=={pins.get(needed.name)}")
             assert version in known or needed.specifier == known, word
     local = [word for words in shown for word in words if word.startswith(".[")]
-    assert local and all({*each[2:-1].split(",")} <= extras.keys() for each in local)
+    assert local and all({*word[2:-1].split(",")} <= extras.keys() for word in local)
 
 
 @runs("backends/environment.py:cores: unset", "backends/environment.py:cores: export")

@@ -96,7 +96,7 @@ def test_requests_that_differ_in_any_field_or_file_have_other_digests():
     fields += [{name: url} for name in URLS for url in (PNG_URL, other)]
     fields += [{"video_conditioning": VIDEO | {"strength": 0.5}}, {"images": [IMAGE]}, {"images": [IMAGE] * 2}]
     fields += [{"images": [IMAGE | more]} for more in ({"frame": 8}, {"strength": 0.5}, {"crf": 20})]
-    assert len({read(**each).digest for each in fields}) == len(fields)
+    assert len({read(**body).digest for body in fields}) == len(fields)
 
 
 def test_the_params_of_a_queued_job_make_the_job_of_the_command_and_lead_out_of_no_folder(tmp_path):

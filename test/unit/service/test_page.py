@@ -25,8 +25,8 @@ WEB = Path(page.__file__).parent / "web"
 
 @pytest.fixture
 def service(tmp_path):
-    with opened(tmp_path, page=True) as made:
-        yield made
+    with opened(tmp_path, page=True) as service:
+        yield service
 
 
 def test_the_page_and_its_files_name_no_other_site_and_run_no_other_script(service):
