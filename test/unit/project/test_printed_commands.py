@@ -37,75 +37,47 @@ from ltx_neuron.tune.search import check_layers
 from unit.project import test_docs
 from unit.project.test_docs import PAGES, PROGRAM, commands
 
-# Why no test here can run them, and below it the places with their commands; FILE: * are all of a file's
-NOT_RUN = """
-of a Neuron compiler's environment
-  backends/nxd/compile.py:set_environment: unset
-of Neuron's own compiler
-  backends/nki.py:-: --profile-set attention=
-after torch-neuronx's own choice, or the system's messages
-  backends/torchdist/compiled.py:group_names: --profile-set context_parallel=
-after an exchange of real chips that differs
-  doctor/groups.py:-: --profile-set context_parallel= | ltx-neuron doctor
-of a machine with chips or GPUs
-  config/profiles.py:require_runtime: --profile | --tp-degree
-of a machine with chips that fit no profile
-  config/profiles.py:detect: --profile | ltx-neuron doctor
-of ranks that a tiny model has no heads for: test_profiles.py
-  config/profiles.py:check_degree: --tp-degree
-  config/profiles.py:check_cores: --tp-degree
-of a file of more than 1000 frames a second
-  sampling/size.py:check: --frame-rate
-of a model that does not fit a chip: test_plan.py has the table
-  plan/__init__.py:check_fits: --profile-set resident= | --tp-degree
-  plan/__init__.py:check_text_fits: --tp-degree
-  plan/__init__.py:does_not_fit: ltx-neuron plan
-measures a chip
-  plan/clip.py:_step_ms: ltx-neuron tune
-  artifacts/tuned_settings.py:load: ltx-neuron tune
-of the layouts of chips
-  plan/table.py:layout_table: --profile
-of a chip's memory
-  doctor/checks.py:check_memory: ltx-neuron plan
-  doctor/checks.py:can_run: ltx-neuron plan
-of a cluster of Ray's; test/slow/test_fleet.py starts one
-  fleet/batch.py:generate_batch: --num-frames
-  fleet/cluster.py:check_cores: unset
-  fleet/cluster.py:connected: --ray | ray start
-  fleet/cluster.py:too_small: ray start
-asks for a person's token or keys
-  artifacts/store.py:-: hf auth | aws configure
-  config/common.py:gemma_download: hf auth
-  hub.py:_as_user_errors: hf auth
-names a larger disk or another folder
-  hub.py:_download: hf_home
-  hub.py:_as_user_errors: hf_home
-  doctor/checks.py:host: --artifacts-dir
-  service/database.py:__init__: --data-dir
-takes a command out of a message
-  doctor/checks.py:examine: ltx-neuron doctor
-names what writes such a file
-  engine/resume.py:_check_identity: ltx-neuron generate
-  report/table.py:_how_to_make: ltx-neuron generate
-sends the examples that test_openapi.py sends
-  service/reference.py:_example: curl
-names the program alone: which permission is missing is the owner's, and shows the system's messages
-  errors.py:-: chmod | dmesg
-of a machine without a network
-  hub.py:_as_user_errors: unset | hf download
-reads a tensor and prints no command
-  backends/ranks.py:broken_latents: hf download
-repairs a Neuron driver, its packages, cores or chips
-  backends/neuron_errors.py: *
-  doctor/neuron.py: *
+# Places whose commands no test here can run, and why; FILE: * are all of a file's
+NOT_RUN = """\
+backends/nxd/compile.py:set_environment: unset <- of a Neuron compiler's environment
+backends/nki.py:-: --profile-set attention= <- of Neuron's own compiler
+backends/torchdist/compiled.py:group_names: --profile-set context_parallel= <- after torch-neuronx's own choice
+backends/neuron_errors.py: * <- repairs a Neuron driver, its packages, cores or chips
+doctor/neuron.py: * <- repairs a Neuron driver, its packages, cores or chips
+doctor/groups.py: * <- after an exchange of real chips that differs
+config/profiles.py:require_runtime: --profile | --tp-degree <- of a machine with chips or GPUs
+config/profiles.py:detect: --profile | ltx-neuron doctor <- of a machine with chips that fit no profile
+config/profiles.py:check_degree: --tp-degree <- of ranks that a tiny model has no heads for: test_profiles.py
+config/profiles.py:check_cores: --tp-degree <- of ranks that a tiny model has no heads for: test_profiles.py
+sampling/size.py:check: --frame-rate <- of a file of more than 1000 frames a second
+plan/__init__.py: * <- of a model that does not fit a chip: test_plan.py has the table
+plan/clip.py:_step_ms: ltx-neuron tune <- measures a chip
+plan/table.py:layout_table: --profile <- of the layouts of chips
+artifacts/tuned_settings.py:load: ltx-neuron tune <- measures a chip
+doctor/checks.py:check_memory: ltx-neuron plan <- of a chip's memory
+doctor/checks.py:can_run: ltx-neuron plan <- of a chip's memory
+doctor/checks.py:host: --artifacts-dir <- names a larger disk
+doctor/checks.py:examine: ltx-neuron doctor <- takes a command out of a message
+fleet/batch.py:generate_batch: --num-frames <- of a cluster of Ray's; test/slow/test_fleet.py starts one
+fleet/cluster.py: * <- of a cluster of Ray's; test/slow/test_fleet.py starts one
+artifacts/store.py:-: hf auth | aws configure <- asks for a person's token or keys
+config/common.py:gemma_download: hf auth <- asks for a person's token
+hub.py:_as_user_errors: hf auth | hf_home | unset | hf download <- of a gated, a full or no network
+hub.py:_download: hf_home <- names a larger disk
+service/database.py:__init__: --data-dir <- names another folder
+service/reference.py:_example: curl <- sends the examples that test_openapi.py sends
+engine/resume.py:_check_identity: ltx-neuron generate <- names what writes such a file
+report/table.py:_how_to_make: ltx-neuron generate <- names what writes such a file
+errors.py:-: chmod | dmesg <- shows the system's messages, or which permission is missing, the owner's choice
+backends/ranks.py:broken_latents: hf download <- reads a tensor and prints no command
 """
 # Programs whose commands a test of this file collects itself, in all places.
 BY_PROGRAM = ("pip install", "pip uninstall")
 
 
 def not_run() -> Iterator[str]:
-    for line in re.findall("^  (.*)", NOT_RUN, re.MULTILINE):
-        place, _, commands = line.rpartition(": ")
+    for line in NOT_RUN.splitlines():
+        place, _, commands = line.partition(" <- ")[0].rpartition(": ")
         if commands == "*":
             yield from (key for key in PLACES if key.startswith(f"{place}:"))
         yield from (f"{place}: {command}" for command in commands.split(" | ") if command != "*")

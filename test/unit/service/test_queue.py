@@ -201,7 +201,7 @@ def test_a_worker_presumed_dead_changes_nothing_when_it_comes_back(queue):
     assert queue.complete(second) and not queue.complete(second)
 
 
-def test_a_job_that_crashes_its_workers_fails_and_ends_before_it_began_or_after_a_stage_do_not_count(queue):
+def test_a_job_that_crashes_its_workers_fails_but_not_by_ends_before_it_began_or_after_a_stage(queue):
     job = submit(queue)
     for _ in range(2 * queue.max_crashes):
         claim(queue)
