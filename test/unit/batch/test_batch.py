@@ -1,5 +1,4 @@
-"""Prompts files: every line is checked before anything runs; what is done stays done, what failed
-or changed runs again."""
+"""Prompts files: every line is checked before anything runs; what failed or changed runs again, and no more."""
 
 import argparse
 import csv

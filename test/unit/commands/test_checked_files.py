@@ -1,5 +1,4 @@
-"""Every file that a job reads is checked before anything is made: by prepare, plan and doctor as by
-generate, with the same sentence."""
+"""Every file that a job reads is checked before anything is made, by each verb with the same sentence."""
 
 import json
 import os

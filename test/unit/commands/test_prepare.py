@@ -1,5 +1,4 @@
-"""ltx-neuron prepare: what a generation needs, what is said of it beforehand, and when it stops.
-What it makes: test/slow/test_prepare.py."""
+"""prepare: what a generation needs, and what is said of it. What it makes: test/slow/test_prepare.py."""
 
 import time
 

@@ -1,5 +1,4 @@
-"""A batch on the cluster's queue, with a pool in Ray's place: which jobs an interrupted run leaves,
-and what becomes of the finished ones; a replica's cores and layout."""
+"""A batch on the cluster's queue, with a pool in Ray's place; a replica's cores and layout."""
 
 import os
 import threading

@@ -1,5 +1,4 @@
-"""README and docs say what is so: links lead somewhere, commands and files exist, and the reader's
-path is as short as it claims."""
+"""README and docs say what is so: links, commands, files and tests that they name exist."""
 
 import ast
 import io

@@ -1,5 +1,4 @@
-"""The hf commands in errors about a model's files: each is run on the file that provokes it, with a
-hub on loopback, and what it downloads is taken by the same command."""
+"""The hf commands in errors about model files are run, with a hub on loopback, and what they download is taken."""
 
 import json
 import re

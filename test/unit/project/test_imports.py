@@ -1,5 +1,4 @@
-"""What importing the package loads, and limits on files and functions. Which module may import
-which, lint-imports checks (pyproject.toml)."""
+"""What importing the package loads, and limits on files and functions; import contracts are in pyproject.toml."""
 
 import ast
 import re

@@ -1,13 +1,9 @@
-"""Every command that an error, a hint or a page prints is run by a test on the case that provokes
-it, or is listed here with the reason why it is not. The commands are collected from the code
-(test/printed.py): a new one fails here until a test has its mark.
+"""Every command that an error, a hint or a page prints is run by a test that has its mark, or is in a list here.
 
-    from printed import runs
+The commands are collected from the code (test/printed.py): a new one fails here. A mark names one place:
 
     @runs("host/media.py:video_size: ffmpeg")
     def test_a_video_of_other_sides_is_taken_after_the_command_that_the_error_prints(...)
-
-A mark names one place. What pip installs is the exception: its test collects the commands itself.
 """
 
 import re

@@ -1,5 +1,4 @@
-"""The API as a stranger finds it, in this process: requests that are mutated at random, slow ones
-and large ones are refused in words, soon, and leave nothing behind."""
+"""Requests of strangers: mutated, slow and large ones are refused in words, soon, and leave nothing."""
 
 import http.client
 import json

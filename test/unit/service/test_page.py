@@ -1,5 +1,4 @@
-"""The page at / without a browser: what is served, that it asks no other site, and the session
-cookie by which it uses the API."""
+"""The page at / without a browser: its files ask no other site, and its session cookie stands for a token."""
 
 import json
 import re

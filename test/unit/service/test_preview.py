@@ -1,5 +1,4 @@
-"""What a video looks like between two steps: the matrix from latents to colours, the prediction,
-and how often latents are read back."""
+"""Previews between two steps: the matrix to colours, the prediction, and how often latents are read back."""
 
 from io import BytesIO
 from types import SimpleNamespace

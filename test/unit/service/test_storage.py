@@ -1,5 +1,4 @@
-"""A full disk, a locked database, a failing disk and a damaged file are answered differently; jobs
-can be deleted on a full disk; no damage costs more than it must."""
+"""A full, failing or damaged disk of the queue: what a client is told, and how jobs are deleted all the same."""
 
 import ctypes
 import errno
