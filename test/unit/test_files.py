@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from helpers import exit_code, forked, locked, said_to_an_ordinary_user
+from helpers import exit_code, forked
 from safetensors.torch import load_file
 
 from ltx_neuron.errors import UserError
@@ -250,15 +250,3 @@ def test_what_is_no_regular_file_is_refused_by_what_it_is(tmp_path):
     with pytest.raises(UserError, match=r"x\.\.\. \(5000 characters\): this path is longer than the sys") as error:
         check_readable("x" * 5000)
     assert len(str(error.value)) < 300
-
-
-@pytest.mark.parametrize("what", ["file.json", "."], ids=["file", "folder"])
-@pytest.mark.parametrize("read", [check_readable, read_json])
-def test_what_one_may_not_read_is_said_with_what_to_do(tmp_path, what, read):
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    write_json(folder / "file.json", {})
-    with locked(folder / what):
-        message = said_to_an_ordinary_user(lambda: read(folder / "file.json"))
-    assert message.startswith(f"NoPermission: {folder}/file.json: you may not read or write it")
-    assert "(chmod)" in message

@@ -98,17 +98,6 @@ def test_the_size_is_printed_before_a_download_and_the_second_time_nothing_is_re
     assert not hub.requests and not capsys.readouterr().out
 
 
-def test_a_connection_that_breaks_is_resumed_where_it_broke(hub):
-    written = constants.DOWNLOAD_CHUNK_SIZE  # what has come in whole chunks is not sent again
-    hub.broken[CHECKPOINT] = written + 1000
-    if PARTS:
-        assert "type the command again" in refused(LTX)
-    path = local_path(LTX, "distilled")
-    ranges = [request.range for request in hub.requests if request.method == "GET" and "/resolve/" in request.path]
-    assert ranges == [None, f"bytes={written}-"]
-    assert path.read_bytes() == hub.repos[LTX][CHECKPOINT].read_bytes()
-
-
 def test_after_an_interrupted_download_only_the_rest_is_downloaded(hub, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt

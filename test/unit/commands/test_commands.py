@@ -14,7 +14,7 @@ from printed import runs
 from typed import run
 
 from ltx_neuron import demo, errors, invocation
-from ltx_neuron.commands import VERBS, dispatch
+from ltx_neuron.commands import dispatch
 from ltx_neuron.commands.generate import arguments
 from ltx_neuron.errors import UserError
 
@@ -34,25 +34,6 @@ def ended(*words: str) -> int:
     with pytest.raises(SystemExit) as end:
         errors.run(lambda: dispatch([*words]))
     return end.value.code or 0
-
-
-@pytest.mark.parametrize("verb", ["shard", "compile"])
-@pytest.mark.parametrize("model", ["transformer", "gemma3", "vae"])
-def test_each_model_has_its_own_flags(verb, model, capsys):
-    assert ended(verb, model, "--help") == 0
-    printed = capsys.readouterr().out
-    assert f"{verb} {model} " in printed
-    assert ("--gemma-root" in printed) == (model == "gemma3")
-    # Graphs depend on the scale of references, which a LoRA's metadata has; the connectors beside
-    # Gemma may have LoRAs merged in.
-    without = ("shard", "vae"), ("compile", "gemma3")
-    assert ("--lora" in printed) == ((verb, model) not in without)
-    assert ("--height" in printed) == (verb == "compile" and model != "gemma3")
-
-
-def test_help_lists_every_verb(capsys):
-    assert ended("--help") == 0
-    assert re.findall(r"^  (\w+)  ", capsys.readouterr().out, re.MULTILINE) == [*VERBS]
 
 
 def test_python_runs_the_package_as_the_program_and_nothing_typed_shows_the_verbs(capsys):

@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-from printed import runs
 
 from ltx_neuron import command_line, errors, flags
 from ltx_neuron.artifacts.workspace import compiled_size
@@ -142,14 +141,6 @@ def test_a_flag_without_effect_keeps_its_default_and_one_with_is_noted(capsys):
     args = verbs.plan().parse_args(words)
     assert (args.prompt, args.video_path) == ("", "v.mp4") and args.gemma_root
     assert capsys.readouterr().err == ""
-
-
-@runs("flags/__init__.py:_guidance_settings: --guidance video_cfg=")
-def test_the_guidance_that_an_error_names_is_taken(capsys):
-    typed = [*JOB.split(), "--recipe", "dev"]
-    printed = answer(shlex.join(["generate", *typed, "--guidance", "3"]), capsys)
-    words = re.search(r"type for example (--guidance \S+)", printed)[1].split()
-    assert flags.spec(verbs.generate().parse_args([*typed, *words])).video_cfg_guidance_scale == 3
 
 
 def test_a_seed_of_minus_one_is_drawn_and_printed(capsys):

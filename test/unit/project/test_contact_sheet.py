@@ -23,13 +23,6 @@ def test_a_tone_is_bright_at_its_pitch_and_time_alone():
     assert not contact_sheet.spectrogram(np.zeros(0), RATE, 10, 20).any()
 
 
-def test_a_row_begins_with_the_first_frame_and_ends_with_the_last():
-    frames = np.stack([np.full((8, 12, 3), shade, np.uint8) for shade in range(0, 250, 5)])
-    row = contact_sheet.row(frames, np.zeros(0), RATE)
-    shades = [row[0, (12 + contact_sheet.GAP) * place, 0] for place in range(contact_sheet.FRAMES)]
-    assert (shades[0], shades[-1]) == (0, 245) and shades == sorted(shades)
-
-
 def test_a_written_clip_is_read_back_with_its_sound(tmp_path):
     frames = np.zeros((25, 64, 96, 3), np.uint8)
     frames[12:] = 200

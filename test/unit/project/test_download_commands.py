@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from ltx_neuron import errors
 from ltx_neuron.commands import dispatch
-from ltx_neuron.hub import RELEASE_FILES, NotDownloaded, local_path, nearest, no_downloads
+from ltx_neuron.hub import RELEASE_FILES, NotDownloaded, local_path, no_downloads
 
 LTX, LATER = "Lightricks/LTX-2.3", "Lightricks/LTX-2.5"
 GEMMA = "google/gemma-3-12b-it-qat-q4_0-unquantized"
@@ -345,12 +345,3 @@ def test_the_command_for_a_machine_without_network_fills_the_cache(home, monkeyp
     downloaded(monkeypatch, command)
     with no_downloads():
         assert local_path(name, kind).exists()
-
-
-def test_the_nearest_path_is_another_one(tmp_path):
-    (tmp_path / "gemma").write_text("")
-    (tmp_path / "gemma-3").mkdir()
-    (tmp_path / "link.safetensors").symlink_to(tmp_path / "absent")
-    assert nearest(tmp_path / "gemm") == f" (nearest: {tmp_path}/gemma)"
-    assert nearest(tmp_path / "gemma") == ""
-    assert nearest(tmp_path / "link.safetensors") == ""

@@ -111,6 +111,7 @@ config/common.py:check_heads: --tp-degree <- generate --tp-degree 3
 commands/prepare.py:jobs_of: --num-frames <- prepare --checkpoint-path {split} ~--gemma-root ~--num-frames \
     --auto-duration 1 2
 flags/__init__.py:workspace: --gemma-root <- generate ~--gemma-root
+flags/__init__.py:_guidance_settings: --guidance video_cfg= <- generate --recipe dev --guidance 3
 flags/__init__.py:_guidance_settings: --guidance <- generate --recipe dev --guidance video_cfg => --guidance \
     video_cfg=3
 commands/shard.py:main: --checkpoint-path <- shard ~--checkpoint-path

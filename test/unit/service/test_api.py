@@ -255,15 +255,6 @@ def test_a_video_has_its_settings_and_place_and_the_queue_its_counts_and_workers
             supervised.queue.renew("w", {})
 
 
-def test_the_apis_address_points_at_the_page_the_documentation_and_the_endpoints(service, tmp_path):
-    content = answer_of(service, "/v1", authorization=b"")
-    assert (content["page"], content["docs"]) == (None, "/docs")  # this service has no page
-    assert {"POST /v1/videos", "GET /v1/models", "GET /metrics"} <= {*content["endpoints"]}
-    assert get(service, content["docs"]).status == get(service, content["openapi"]).status == 200
-    with opened(tmp_path, page=True) as with_page:
-        assert b"<html" in get(with_page, answer_of(with_page, "/v1")["page"]).body
-
-
 def test_a_request_chooses_among_the_commands_sets_of_loras(service, tmp_path):
     style = tmp_path / "style.safetensors"
     save_file({"x": torch.zeros(2)}, style)

@@ -11,9 +11,9 @@ from ltx_neuron.files import MANIFEST, write_json
 from ltx_neuron.job import Job, Size
 from ltx_neuron.sampling.conditions import ImageCondition, ReferenceAudio
 from ltx_neuron.sampling.shapes import sound_latent_frames
-from ltx_neuron.sampling.spec import LORAS, LoraFile
+from ltx_neuron.sampling.spec import LoraFile
 from ltx_neuron.service.api_error import ApiError
-from ltx_neuron.service.sizes import CompiledSize, RequestedSize, SizeRegistry, seconds_of
+from ltx_neuron.service.sizes import CompiledSize, RequestedSize, SizeRegistry
 
 TALL = Size(768, 512, 121)
 LARGE = Size(1024, 1536, 121, two_stage=True)
@@ -106,13 +106,6 @@ def test_a_request_gets_the_values_that_it_has_and_the_default_or_what_is_compil
     assert registry(longer, one).served_default.size == one and registry().served_default is None
 
 
-def test_whole_seconds_are_frames_of_the_model():
-    for seconds in (1, 2, 4, 5, 8, 10):
-        size = Size(512, 768, 24 * seconds + 1)
-        assert registry(size).choose(RequestedSize(seconds=float(seconds))).size == size
-        assert seconds_of(size) == str(seconds)
-
-
 def test_a_negative_prompt_of_the_distilled_recipe_gets_a_size_with_graphs_for_it():
     both = registry(SMALL, TALL)
     both.workspace.recorded |= Compiled(TALL, LARGE, nag_scale=3.0).recorded
@@ -168,17 +161,6 @@ def test_refinement_is_offered_with_the_distilled_lora_alone():
         assert {size.refines for size in sizes.compiled} == {False} | {bool(distilled)}
         for size in sizes.compiled:
             assert sizes.loras(None, size)["distilled_lora"] == (distilled if size.refines else ())
-
-
-def test_a_set_of_loras_is_chosen_by_its_name():
-    style = (LoraFile("/style", 1.0),)
-    sets = {"default": Job(), "anime": Job(lora=style)}
-    sizes = SizeRegistry(Compiled(SMALL), CompiledSize(SMALL, "distilled"), (), sets)
-    size = sizes.choose(RequestedSize())
-    assert sizes.loras("anime", size)["lora"] == style
-    assert sizes.loras(None, size) == sizes.loras("default", size) == dict.fromkeys(LORAS, ())
-    with pytest.raises(ApiError, match="unknown lora_set 'noir'; known: 'default', 'anime'"):
-        sizes.loras("noir", size)
 
 
 def test_with_neuron_vae_a_size_is_offered_if_its_decoder_is_compiled():
