@@ -59,20 +59,15 @@ def refused(name: str, kind: str = "distilled") -> str:
     return str(error.value)
 
 
-# --- what a name stands for ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", FILES)
-def test_a_repository_alone_is_the_released_file_of_its_kind(hub, kind):
-    path = local_path(LTX, kind)
-    assert path.name == FILES[kind] and hub.downloads == [FILES[kind]]
-    assert path.read_bytes() == hub.repos[LTX][FILES[kind]].read_bytes()
-
-
-def test_of_gemma_weights_config_and_tokenizer_are_downloaded_and_nothing_else(hub, tiny):
+def test_a_repository_alone_is_the_released_file_of_its_kind_or_gemmas_files_and_nothing_else(hub):
+    for kind, name in FILES.items():
+        path = local_path(LTX, kind)
+        assert path.name == name and path.read_bytes() == hub.repos[LTX][name].read_bytes()
+    assert {*hub.downloads, FILES["dev"]} == {*FILES.values()}  # that is the distilled one here, and not sent twice
+    hub.requests.clear()
     folder = local_path(GEMMA, "gemma")
     expected = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
-    assert {each.name for each in folder.iterdir()} == set(hub.downloads) == expected
+    assert {path.name for path in folder.iterdir()} == set(hub.downloads) == expected
 
 
 def test_a_repository_of_a_lora_is_its_file_of_weights_with_the_settings_of_peft(hub, tiny):
@@ -86,38 +81,21 @@ def test_a_repository_of_a_lora_is_its_file_of_weights_with_the_settings_of_peft
     assert {file.name for file in path.parent.iterdir()} == {"lora.safetensors", path.name, *names}
 
 
-def test_a_path_that_exists_wins(hub, tiny):
+def test_what_exists_or_can_only_be_a_path_is_not_looked_for_on_the_hub(hub, tiny):
     shutil.copytree(tiny.gemma_root, GEMMA)
-    assert str(local_path(GEMMA, "gemma")) == GEMMA and not hub.requests
-
-
-@pytest.mark.parametrize("path", ["absent.safetensors", "a/absent.safetensors", "/a/b/c", "./a/b"])
-def test_what_can_only_be_a_path_is_not_looked_for_on_the_hub(hub, path):
-    assert str(local_path(path, "distilled")) == str(path).removeprefix("./")
+    assert str(local_path(GEMMA, "gemma")) == GEMMA
+    for path in ("absent.safetensors", "a/absent.safetensors", "/a/b/c", "./a/b"):
+        assert str(local_path(path, "distilled")) == path.removeprefix("./")
     assert not hub.requests
-
-
-# --- downloads -----------------------------------------------------------------------------------
 
 
 def test_the_size_is_printed_before_a_download_and_the_second_time_nothing_is_requested(hub, capsys):
     first = local_path(LTX, "distilled"), local_path(GEMMA, "gemma")
-    said = capsys.readouterr().out
-    assert f"downloading {LTX}/{CHECKPOINT} (" in said and f"downloading {GEMMA}, 4 files (" in said
+    printed = capsys.readouterr().out
+    assert f"downloading {LTX}/{CHECKPOINT} (" in printed and f"downloading {GEMMA}, 4 files (" in printed
     hub.requests.clear()
     assert first == (local_path(LTX, "distilled"), local_path(GEMMA, "gemma"))
     assert not hub.requests and not capsys.readouterr().out
-
-
-def test_a_connection_that_breaks_is_resumed_where_it_broke(hub):
-    written = constants.DOWNLOAD_CHUNK_SIZE  # what has come in whole chunks is not sent again
-    hub.broken[CHECKPOINT] = written + 1000
-    if PARTS:
-        assert "type the command again" in refused(LTX)
-    path = local_path(LTX, "distilled")
-    ranges = [request.range for request in hub.requests if request.method == "GET" and "/resolve/" in request.path]
-    assert ranges == [None, f"bytes={written}-"]
-    assert path.read_bytes() == hub.repos[LTX][CHECKPOINT].read_bytes()
 
 
 def test_after_an_interrupted_download_only_the_rest_is_downloaded(hub, monkeypatch):
@@ -150,9 +128,6 @@ def test_a_disk_that_fills_up_during_a_download_is_told(hub, monkeypatch, small_
     assert {path.suffix for path in large if path.is_file()} <= PARTS
 
 
-# --- what the hub refuses ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("token", ["", "hf_of_nobody"])
 def test_a_gated_repository_is_read_with_the_token_of_who_accepted_its_licence(hub, monkeypatch, token):
     hub.gated.add(GEMMA)
@@ -168,14 +143,14 @@ def test_what_is_absent_or_cannot_be_stored_is_refused_with_what_to_type(hub, ti
     folder = "transformer/diffusion_pytorch_model-0000{}-of-00002.safetensors"
     files = {folder.format(n): tiny.checkpoint for n in (1, 2)}
     hub.repos[f"{LATER}-Diffusers"] = files | {"model_index.json": tiny.image}
+    shutil.copytree(tiny.gemma_root, "models/gemma-3-12b")
+    misspelt = "ltx-2.3-22b-distiled.safetensors"
     for name, kind, *messages in (
         (f"{LATER}-Diffusers", "distilled", "in diffusers' layout", f"\nType {LTX} or {LATER}"),
-        (
-            *(f"{LTX}/ltx-2.3-22b-distiled.safetensors", "distilled"),
-            *("has no file ltx-2.3-22b-distiled.safetensors", CHECKPOINT),
-        ),
+        (f"{LTX}/{misspelt}", "distilled", f"has no file {misspelt}", CHECKPOINT),
         (f"{LTX}@v9", "distilled", f"{LTX} has no revision v9"),
         (LTX, "gemma", "not Gemma: it has no config.json"),
+        ("models/gemma-3-12", "gemma", "no such file here (nearest: models/gemma-3-12b)", f"{hub.url}/models/gemma"),
     ):
         error = refused(name, kind)
         assert all(message in error for message in messages), error
@@ -187,23 +162,18 @@ def test_what_is_absent_or_cannot_be_stored_is_refused_with_what_to_type(hub, ti
     assert "no download from http://127.0.0.1:9/Lightricks/LTX-2.3 (Connect" in refused(LTX)
 
 
-def test_a_name_that_neither_the_hub_nor_the_disk_knows_is_told_with_the_nearest_path(hub, tiny):
-    shutil.copytree(tiny.gemma_root, "models/gemma-3-12b")
-    error = refused("models/gemma-3-12", "gemma")
-    assert "models/gemma-3-12: no such file here (nearest: models/gemma-3-12b)" in error
-    assert f"no public repository {hub.url}/models/gemma-3-12" in error and LTX in error
-
-
-def test_offline_a_filled_cache_is_enough_and_an_empty_one_says_what_to_type(hub, monkeypatch):
-    filled = local_path(LTX, "distilled")
+def test_offline_a_filled_cache_is_enough_and_an_empty_or_damaged_one_says_what_to_type(hub, monkeypatch):
+    cached = local_path(LTX, "distilled")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     restart_sessions()
-    assert local_path(LTX, "distilled") == filled
+    assert local_path(LTX, "distilled") == cached
     error = refused(LTX, "dev")
     assert "HF_HUB_OFFLINE" in error and error.endswith(f"hf download {LTX} {FILES['dev']}")
-
-
-# --- in flags, the API and messages --------------------------------------------------------------
+    cached.write_bytes(b"")
+    command = f"hf download {LTX} {CHECKPOINT} --force-download"
+    with pytest.raises(UserError, match=command):
+        flags.workspace(parsed("--checkpoint-path", LTX))
+    assert download_again(cached) == command
 
 
 def parsed(*words: str) -> argparse.Namespace:
@@ -213,44 +183,41 @@ def parsed(*words: str) -> argparse.Namespace:
     return parser.parse_args(["--profile", "cpu", *words])
 
 
-def test_files_of_the_hub_have_the_identities_of_their_local_copies(hub, tiny):
+def test_names_of_the_hub_stand_for_their_files_in_flags_and_messages(hub, tiny, tmp_path):
     local = parsed("--checkpoint-path", str(tiny.checkpoint), "--gemma-root", str(tiny.gemma_root))
-    named = parsed("--checkpoint-path", LTX, "--gemma-root", GEMMA, "--lora", LTX, "0.5")
-    local, own, given = flags.workspace(local), flags.workspace(named), flags.spec(named)
+    words = "--checkpoint-path", LTX, "--gemma-root", GEMMA, "--lora", LTX, "0.5", "--spatial-upsampler-path", LTX
+    named = parsed(*words, "--temporal-upsampler-path", LTX, "--artifacts-dir", str(tmp_path / "artifacts"))
+    local, workspace, options = flags.workspace(local), flags.workspace(named), flags.run_options(named)
     for model in ("dit", "gemma3"):
-        assert own.weight_set(model).identity == local.weight_set(model).identity
-    (lora,) = given.loras
+        assert workspace.weight_set(model).identity == local.weight_set(model).identity
+    (lora,) = flags.spec(named).loras
     assert lora.path.name == FILES["lora"] and lora.strength == 0.5
-
-
-def test_the_recipe_chooses_the_checkpoint_and_upsamplers_have_names_too(hub):
-    options = flags.run_options(parsed("--spatial-upsampler-path", LTX, "--temporal-upsampler-path", LTX))
     assert options.spatial_upsampler_path.name == FILES["spatial"]
     assert options.temporal_upsampler_path.name == FILES["temporal"]
     args = argparse.Namespace(checkpoint_path=Path(LTX), recipe="dev")
     assert flags.local(args, "checkpoint_path").name == FILES["dev"]
     args = argparse.Namespace(checkpoint_path=Path(LTX, FILES["dev"]), recipe=None)
     assert flags.recipe(args) == "dev"
+    with pytest.raises(UserError, match=f"--checkpoint-path {LTX}/{CHECKPOINT} "):
+        workspace.dit_weights()
 
 
-def test_a_pipeline_opens_by_names(hub):
+def test_a_pipeline_opens_by_names_and_finds_all_parts_of_ltx_2_5_by_its_repository(hub, split, capsys):
     names = dict(checkpoint_path=LTX, gemma_root=GEMMA, spatial_upsampler_path=LTX)
     with LTXPipeline.from_pretrained(**names, loras=[(LORA, 1.0)], profile="cpu") as pipeline:
         assert pipeline.engine.workspace.checkpoint_path.name == CHECKPOINT
     assert {CHECKPOINT, FILES["spatial"], "config.json", "lora.safetensors"} < set(hub.downloads)
-
-
-def test_all_parts_of_ltx_2_5_are_found_by_the_name_of_its_repository(hub, split, capsys):
     files = RELEASE_FILES[LATER]
     hub.repos[LATER] = {file: split.folder / file for file in files.values()}
-    names = dict(checkpoint_path=LATER, profile="cpu", dtype="float32")
-    with LTXPipeline.from_pretrained(**names, artifacts_dir="artifacts") as pipeline:
+    hub.requests.clear()
+    names = dict(checkpoint_path=LATER, profile="cpu", dtype="float32", artifacts_dir="artifacts")
+    with LTXPipeline.from_pretrained(**names) as pipeline:
         job = make_job("a fox", Size(64, 64, 9, two_stage=True))
         with suppress(UserError):  # there are no graphs
             pipeline.engine.preflight.check([pipeline.engine.workspace.resolved(job)])
     assert "video decoder: convolutional, from " in capsys.readouterr().out
-    expected = "distilled", "gemma", "video_vae", "audio_vae", "spatial"
-    assert set(hub.downloads) == {Path(files[kind]).name for kind in expected}
+    kinds = "distilled", "gemma", "video_vae", "audio_vae", "spatial"
+    assert set(hub.downloads) == {Path(files[kind]).name for kind in kinds}
 
 
 def test_a_diffusion_vae_in_the_cache_decodes_only_where_it_is_typed(hub, split):
@@ -263,12 +230,6 @@ def test_a_diffusion_vae_in_the_cache_decodes_only_where_it_is_typed(hub, split)
     assert ModelFiles(checkpoint).decoder == "convolutional"
 
 
-def test_the_command_of_a_message_has_the_hub_name(hub, tmp_path):
-    words = "--checkpoint-path", LTX, "--artifacts-dir", str(tmp_path / "artifacts")
-    with pytest.raises(UserError, match=f"--checkpoint-path {LTX}/{CHECKPOINT} "):
-        flags.workspace(parsed(*words)).dit_weights()
-
-
 def test_a_name_may_have_a_file_and_a_revision(hub, capsys):
     path = local_path(f"{LTX}@v1/{FILES['dev']}", "distilled")
     assert path.name == FILES["dev"] and path.parent.name == hub.revisions["v1"]
@@ -279,20 +240,11 @@ def test_a_name_may_have_a_file_and_a_revision(hub, capsys):
     assert str(local_path(hub_name(same), "distilled")) == str(same)
 
 
-def test_a_damaged_file_of_the_cache_is_told_with_the_command_that_replaces_it(hub):
-    path = local_path(LTX, "distilled")
-    path.write_bytes(b"")
-    command = f"hf download {LTX} {CHECKPOINT} --force-download"
-    with pytest.raises(UserError, match=command):
-        flags.workspace(parsed("--checkpoint-path", LTX))
-    assert download_again(path) == command
-
-
 def test_the_doctor_downloads_nothing_and_says_what_is_not_downloaded_yet(hub, capsys):
     with suppress(SystemExit):
         doctor(["--profile", "cpu", "--checkpoint-path", LTX, "--gemma-root", GEMMA])
-    said = capsys.readouterr().out
-    assert f"{LTX}/{CHECKPOINT} is not downloaded yet" in said and f"> hf download {GEMMA}" in said
+    printed = capsys.readouterr().out
+    assert f"{LTX}/{CHECKPOINT} is not downloaded yet" in printed and f"> hf download {GEMMA}" in printed
     assert not hub.requests
     with no_downloads(), pytest.raises(UserError, match="not downloaded yet"):
         local_path(LTX, "distilled")

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from engines import opened_workspace
 from printed import runs
 from typed import run
 
 from ltx_neuron import demo, errors, invocation
-from ltx_neuron.artifacts.workspace import Workspace
-from ltx_neuron.commands import VERBS, dispatch
+from ltx_neuron.commands import dispatch
+from ltx_neuron.commands.generate import arguments
 from ltx_neuron.errors import UserError
 
 SCRIPTS = {
@@ -35,80 +36,32 @@ def ended(*words: str) -> int:
     return end.value.code or 0
 
 
-# --- verbs ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_has_help_under_its_own_name(verb, capsys):
-    assert ended(verb, "--help") == 0
-    printed = capsys.readouterr().out
-    assert f"{invocation.command(verb)} " in printed and len(printed.splitlines()) > 5
-
-
-@pytest.mark.parametrize("verb", ["shard", "compile"])
-@pytest.mark.parametrize("model", ["transformer", "gemma3", "vae"])
-def test_each_model_has_its_own_flags(verb, model, capsys):
-    assert ended(verb, model, "--help") == 0
-    printed = capsys.readouterr().out
-    assert f"{verb} {model} " in printed
-    assert ("--gemma-root" in printed) == (model == "gemma3")
-    # Graphs depend on the scale of references, which a LoRA's metadata has; the connectors beside
-    # Gemma may have LoRAs merged in.
-    without = ("shard", "vae"), ("compile", "gemma3")
-    assert ("--lora" in printed) == ((verb, model) not in without)
-    assert ("--height" in printed) == (verb == "compile" and model != "gemma3")
-
-
-def test_help_lists_every_verb_and_imports_neither_torch_nor_a_verb(capsys):
-    assert ended("--help") == 0
-    listed = capsys.readouterr().out
-    assert re.findall(r"^  (\w+)  ", listed, re.MULTILINE) == [*VERBS]
-    code = "import sys, ltx_neuron.commands; sys.exit(bool({'torch', 'numpy'} & {*sys.modules}))"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-
-
-def test_nothing_typed_shows_the_verbs_and_is_a_mistake(capsys):
-    assert ended() == 2 and "generate" in capsys.readouterr().out
-
-
-def test_python_runs_the_package_as_the_program():
+def test_python_runs_the_package_as_the_program_and_nothing_typed_shows_the_verbs(capsys):
     command = [sys.executable, "-m", "ltx_neuron", "genrate"]
     process = subprocess.run(command, capture_output=True, text=True)
     assert process.returncode == 2 and "did you mean generate?" in process.stderr
+    assert ended() == 2 and "generate" in capsys.readouterr().out
 
 
 def test_a_batch_takes_its_prompts_file_with_and_without_the_flag(capsys):
-    from ltx_neuron.commands.generate import arguments
-
     common = ["--checkpoint-path", "distilled", "--gemma-root", "g", "--output-dir", "out"]
-    for typed in (["p.jsonl", *common], [*common, "p.jsonl"], ["--prompts-file", "p.jsonl"]):
-        words = typed if "out" in typed else typed + common
-        assert arguments(words, "batch").prompts_file == Path("p.jsonl")
+    for typed in (["p.jsonl", *common], [*common, "p.jsonl"], ["--prompts-file", "p.jsonl", *common]):
+        assert arguments(typed, "batch").prompts_file == Path("p.jsonl")
     assert ended("batch", *common) == 2 and "which prompts?" in capsys.readouterr().err
 
 
-# --- the demo -------------------------------------------------------------------------------------
-
-
-def test_the_demo_prints_its_files_and_two_commands_that_can_be_typed(tmp_path, capsys):
+def test_the_demo_prints_its_files_and_two_commands_that_can_be_typed_or_where_to_take_them_from(tmp_path, capsys):
+    assert ended("demo", str(tmp_path)) == 2
+    printed = capsys.readouterr().err
+    assert "ltx-2.3-demo.safetensors" in printed and invocation.command("demo", "DIR") in printed
     for path in demo.assets_in(tmp_path):
         path.touch()
     dispatch(["demo", str(tmp_path)])
     *files, _, prepare, generate = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in files] == [*map(str, demo.assets_in(tmp_path))]
     assert prepare.startswith(invocation.command("prepare", "--checkpoint-path"))
-    assert generate.startswith(invocation.command("generate", "--checkpoint-path"))
     shared = prepare.partition(" prepare ")[2]
-    assert generate.partition(" generate ")[2].startswith(shared)
-
-
-def test_a_demo_that_is_not_there_says_where_to_take_it_from(tmp_path, capsys):
-    assert ended("demo", str(tmp_path)) == 2
-    said = capsys.readouterr().err
-    assert "ltx-2.3-demo.safetensors" in said and invocation.command("demo", "DIR") in said
-
-
-# --- weights --------------------------------------------------------------------------------------
+    assert generate.startswith(f"{invocation.command('generate')} {shared}")
 
 
 @runs("artifacts/build.py:check_finished: ltx-neuron shard")
@@ -130,17 +83,14 @@ def test_verify_checks_all_weights_that_are_there_and_says_how_to_make_damaged_o
     content[-1] ^= 1
     rank.write_bytes(content)
     assert ended("verify", *common, *files) == 2
-    said = capsys.readouterr().err
-    assert "content differs" in said and invocation.command("shard gemma3") in said
+    printed = capsys.readouterr().err
+    assert "content differs" in printed and invocation.command("shard gemma3") in printed
     assert ended("verify", *common) == 2
     remove, make = capsys.readouterr().err.partition("Make it again: ")[2].split(" && ")
     shutil.rmtree(shlex.split(remove)[-1])
     words = shlex.split(make.replace("FILE", str(tiny.checkpoint)))
     dispatch([*words[words.index("shard") :], *common, *files[2:]])
     dispatch(["verify", *common])
-
-
-# --- how commands are spelled ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("verb", "script"), SCRIPTS.items())
@@ -150,35 +100,20 @@ def test_a_clones_script_is_its_verb(verb, script, monkeypatch, capsys):
     assert (ROOT / script).read_text().count("\n") < 8
 
 
-def program(folder: Path, monkeypatch) -> Path:
-    path = folder / "ltx-neuron"
+def test_a_command_is_spelled_for_the_program_or_for_python_as_the_run_was(tiny, tmp_path, monkeypatch):
+    path = tmp_path / "ltx-neuron"
     path.write_text("#!/bin/sh\n")
     path.chmod(0o755)
     monkeypatch.setattr(sys, "argv", [str(path), "generate"])
-    return path
-
-
-def test_a_run_of_the_program_is_told_of_the_program(tmp_path, monkeypatch):
-    path = program(tmp_path, monkeypatch)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert invocation.command("shard vae", "--tp-degree", 4) == "ltx-neuron shard vae --tp-degree 4"
+    with pytest.raises(UserError, match=": ltx-neuron shard transformer --checkpoint-path"):
+        opened_workspace(tiny, tmp_path / "artifacts").dit_weights()
     monkeypatch.setenv("PATH", "")
     assert invocation.command("plan") == f"{path} plan"
-
-
-def test_without_the_program_python_runs_the_package(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin/python"))
     monkeypatch.setattr(sys, "argv", ["a program of the user's own"])
-    assert invocation.command("plan") == f"{tmp_path}/python -m ltx_neuron plan"
-
-
-def test_what_is_missing_is_named_in_the_form_of_the_run(tiny, tmp_path, monkeypatch):
-    from engines import opened_workspace
-
-    workspace: Workspace = opened_workspace(tiny, tmp_path / "artifacts")
-    program(tmp_path, monkeypatch)
-    with pytest.raises(UserError, match="ltx-neuron shard transformer --checkpoint-path"):
-        workspace.dit_weights()
+    assert invocation.command("plan") == f"{tmp_path}/bin/python -m ltx_neuron plan"
 
 
 def test_no_message_spells_a_command_by_itself():
@@ -187,5 +122,7 @@ def test_no_message_spells_a_command_by_itself():
     own = {"invocation.py", "__main__.py", "lint/lower.py", "tiny/__init__.py", "tiny/__main__.py"}
     own |= {"service/picture.py", "service/media.py"}
     spelled = re.compile(r"python (shards|compile|src)/|-m ltx_neuron|(shard|compile)_\w+\.py")
-    found = {path.relative_to(package).as_posix() for path in package.rglob("*.py") if spelled.search(path.read_text())}
-    assert found <= own
+    spelling = {
+        path.relative_to(package).as_posix() for path in package.rglob("*.py") if spelled.search(path.read_text())
+    }
+    assert spelling <= own

@@ -1,5 +1,4 @@
-"""ltx-neuron prepare: what a generation needs, what is said of it beforehand, and when it stops.
-What it makes: test/slow/test_prepare.py."""
+"""prepare: what a generation needs, and what is said of it. What it makes: test/slow/test_prepare.py."""
 
 import time
 
@@ -16,7 +15,6 @@ from ltx_neuron.commands.prepare import ArtifactGroup, Preparation, parts_of
 from ltx_neuron.config.profiles import resolve
 from ltx_neuron.engine.preflight import RunOptions
 from ltx_neuron.errors import UserError
-from ltx_neuron.format import format_seconds
 from ltx_neuron.job import Job, Size
 from ltx_neuron.sampling.conditions import Retake, SoundCondition
 from ltx_neuron.weights.lora import Lora
@@ -25,7 +23,7 @@ SMALL = Size(64, 64, 9)
 
 
 @pytest.fixture
-def typed(tiny, tmp_path) -> list[str]:
+def job_flags(tiny, tmp_path) -> list[str]:
     """The flags of a small job."""
     words = ["--checkpoint-path", str(tiny.checkpoint), "--gemma-root", str(tiny.gemma_root)]
     words += ["--artifacts-dir", str(tmp_path / "artifacts"), "--profile", "cpu"]
@@ -39,9 +37,6 @@ def code_of(*words: str) -> int:
     except SystemExit as end:
         return end.code or 0
     return 0
-
-
-# --- what is needed -------------------------------------------------------------------------------
 
 
 def titles(workspace: Workspace, *jobs: Job, **options) -> list[str]:
@@ -85,25 +80,18 @@ def test_jobs_share_what_is_the_same_and_a_given_sound_is_not_decoded(tiny, tmp_
     assert titles(workspace, jobs[2], neuron_vae=True)[-1] == "video decoder graphs, 2x2x3 latents"
 
 
-@pytest.mark.parametrize(("resident", "encodes"), [("true", True), ("false", False)])
-def test_a_video_needs_the_encoder_where_it_may_stay_beside_the_transformer(tiny, tmp_path, resident, encodes):
-    workspace = opened_workspace(tiny, tmp_path, settings=[f"resident={resident}"])
+def test_a_video_needs_the_encoder_where_it_may_stay_beside_the_transformer(tiny, tmp_path):
     job = make_job("a", Size(64, 64, 97), retake=Retake("film.mp4", 0, 1))
-    graphs = "video encoder graphs, 73x64x64, 49x64x64"
-    assert (graphs in titles(workspace, job, neuron_vae=True)) == encodes
-    assert graphs not in titles(workspace, job)
-
-
-def test_the_two_forms_of_the_vae_s_convolutions_have_graphs_of_their_own(tiny, tmp_path):
-    job = make_job("a", Size(64, 64, 97), retake=Retake("film.mp4", 0, 1))
-    made = {}
-    for form in ("conv2d", "conv3d"):
-        settings = ["resident=true", f"vae_convolution={form}"]
+    graphs, of_form = "video encoder graphs, 73x64x64, 49x64x64", {}
+    for resident, form in (("true", "conv2d"), ("false", "conv2d"), ("true", "conv3d")):
+        settings = [f"resident={resident}", f"vae_convolution={form}"]
         workspace = opened_workspace(tiny, tmp_path, settings=settings)
-        graphs = workspace.decoder_graphs(job.latent_shape), workspace.encoder_graphs(job)
-        made[form] = [[need.identity for need in each] for each in graphs]
-    for two, three in zip(*made.values(), strict=True):
-        assert two and all(each not in three for each in two)
+        assert (graphs in titles(workspace, job, neuron_vae=True)) == (resident == "true")
+        assert graphs not in titles(workspace, job)
+        needs = workspace.decoder_graphs(job.latent_shape), workspace.encoder_graphs(job)
+        of_form.setdefault(form, [[need.identity for need in kind] for kind in needs])
+    for two, three in zip(*of_form.values(), strict=True):  # each form has graphs of its own
+        assert two and all(graph not in three for graph in two)
     with pytest.raises(UserError, match=r"compile vae .* --profile-set vae_convolution=conv3d"):
         workspace.programs(workspace.decoder_graphs(job.latent_shape))
 
@@ -117,9 +105,6 @@ def test_the_size_of_weights_is_known_before_they_are_written(tiny, tmp_path):
     assert sum(path.stat().st_size for path in files) == part.size
     (part,) = [p for p in parts_of(workspace, [make_job("", SMALL)], RunOptions()) if p.size]
     assert part.bytes_there > part.size  # and a manifest
-
-
-# --- what is said beforehand ----------------------------------------------------------------------
 
 
 def rows(preparation: Preparation) -> dict[str, str]:
@@ -148,20 +133,15 @@ def test_times_are_those_of_the_last_preparation_or_measured_or_not_known(tiny, 
     assert "partial" in rows(again)[graphs]
 
 
-def test_damaged_records_stop_nothing(tiny, tmp_path):
-    workspace = opened_workspace(tiny, tmp_path)
-    preparation = Preparation(workspace, [], "prepare")
-    preparation._file.parent.mkdir(parents=True)
-    preparation._file.write_text("{")
-    assert Preparation(workspace, [], "prepare").took["rate"] is None
-
-
-def test_on_neuron_the_time_of_compiling_is_not_measured(tiny, tmp_path):
+def test_damaged_records_stop_nothing_and_on_neuron_the_time_of_compiling_is_not_measured(tiny, tmp_path):
     workspace = Workspace(tiny.checkpoint, resolve("trn2.3xlarge"), tmp_path, 4, "bfloat16")
     part = ArtifactGroup("DiT graphs", [], [], print)
     preparation = Preparation(workspace, [part], "prepare")
+    preparation._file.parent.mkdir(parents=True)
+    preparation._file.write_text("{")
+    preparation = Preparation(workspace, [part], "prepare")
     preparation.missing = [part]
-    assert "not measured" in rows(preparation)["DiT graphs"]
+    assert preparation.took["rate"] is None and "not measured" in rows(preparation)["DiT graphs"]
 
 
 def test_graphs_that_the_ranks_compile_are_there_when_these_have_compiled_them(tiny, tmp_path, monkeypatch):
@@ -176,83 +156,67 @@ def test_graphs_that_the_ranks_compile_are_there_when_these_have_compiled_them(t
     assert not Preparation(workspace, [part], "prepare").missing
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(9.6, "10 s"), (720, "12 min"), (20160, "5.6 h")])
-def test_a_time_is_in_the_unit_that_a_person_reads(seconds, text):
-    assert format_seconds(seconds) == text
-
-
-# --- the command ----------------------------------------------------------------------------------
-
-
-def test_a_dry_run_writes_nothing(typed, tmp_path, capsys):
-    assert code_of("prepare", *typed, "--neuron-gemma", "--dry-run") == 0
-    printed = capsys.readouterr().out
-    assert printed.count("missing") == 4 and not (tmp_path / "artifacts").exists()
-
-
-def test_flags_of_generate_that_decide_nothing_are_taken_and_not_listed(typed, capsys):
-    ignored = ["--prompt", "rain", "--seed", "4", "--output-path", "a.mp4", "--dry-run"]
-    assert code_of("prepare", *typed, *ignored) == 0
+def test_a_dry_run_writes_nothing_and_takes_flags_of_generate_and_the_lines_of_a_file(job_flags, tmp_path, capsys):
+    write_film(tmp_path / "film.mkv", picture_frames(9, 64, 64, 3))
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text('{"prompt": "a"}\n{"prompt": "b", "width": 96}\n')
+    for words, missing, size in (
+        (
+            [*job_flags, "--neuron-gemma", "--prompt", "rain", "--seed", "4", "--output-path", "a.mp4"],
+            4,
+            "64x64, 9 frames",
+        ),
+        ([*job_flags, "--prompts-file", str(lines)], 3, "64x96, 9 frames"),
+        # Without saying which seconds are made anew.
+        ([*job_flags[: job_flags.index("--height")], "--video-path", str(tmp_path / "film.mkv")], 2, "64x64, 9 frames"),
+    ):
+        assert code_of("prepare", *words, "--dry-run") == 0
+        printed = capsys.readouterr().out
+        assert printed.count("missing") == missing and f"DiT graphs, {size}" in printed
+    assert not (tmp_path / "artifacts").exists()
     assert code_of("prepare", "--help") == 0
     listed = capsys.readouterr().out
     assert "--two-stage" in listed and "--neuron-vae" in listed
     assert not any(flag in listed for flag in ("--prompt ", "--seed", "--output-path", "--resume"))
 
 
-def test_the_lines_of_a_prompts_file_are_prepared(typed, tmp_path, capsys):
-    lines = tmp_path / "lines.jsonl"
-    lines.write_text('{"prompt": "a"}\n{"prompt": "b", "width": 96}\n')
-    assert code_of("prepare", *typed, "--prompts-file", str(lines), "--dry-run") == 0
-    printed = capsys.readouterr().out
-    assert "64x64, 9 frames" in printed and "64x96, 9 frames" in printed
-
-
-def test_a_video_is_prepared_for_without_saying_which_seconds_are_made_anew(typed, tmp_path, capsys):
-    write_film(tmp_path / "film.mkv", picture_frames(9, 64, 64, 3))
-    flags = ["--video-path", str(tmp_path / "film.mkv"), "--dry-run"]
-    assert code_of("prepare", *typed[: typed.index("--height")], *flags) == 0
-    assert "DiT graphs, 64x64, 9 frames" in capsys.readouterr().out
-
-
-def test_what_cannot_be_generated_is_not_prepared(typed, tmp_path, capsys):
+def test_what_cannot_be_generated_is_not_prepared(job_flags, tmp_path, capsys):
     samples = (tone(16000, 1.0)[:1] * 2**15).short().numpy()
     voice = write_sound(tmp_path / "voice.wav", samples, 16000, "pcm_s16le", "mono", "s16")
-    for flags, said in (
+    for flags, message in (
         (["--reference-audio", str(voice)], "--reference-audio goes with --ic-lora"),
         (["--recipe", "dev", "--two-stage"], "needs --distilled-lora"),
         (["--num-workers", "0"], "wanted 1 or more"),
     ):
-        assert code_of("prepare", *typed, *flags) == 2
-        assert said in capsys.readouterr().err
+        assert code_of("prepare", *job_flags, *flags) == 2
+        assert message in capsys.readouterr().err
 
 
-def test_a_disk_without_room_is_refused_before_anything_is_made(typed, tmp_path, monkeypatch, capsys):
+def test_a_disk_without_room_is_refused_before_anything_is_made(job_flags, tmp_path, monkeypatch, capsys):
     usage = files.shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(files.shutil, "disk_usage", lambda folder: usage)
-    assert code_of("prepare", *typed) == 2
-    said = capsys.readouterr().err
-    assert "the weights need" in said and "1.0 kB free" in said
+    assert code_of("prepare", *job_flags) == 2
+    printed = capsys.readouterr().err
+    assert "the weights need" in printed and "1.0 kB free" in printed
     assert not (tmp_path / "artifacts").exists()
 
 
-def test_one_that_is_stopped_says_how_to_go_on(typed, monkeypatch, capsys):
+def test_one_that_is_stopped_says_how_to_go_on(job_flags, monkeypatch, capsys):
     def stop(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(build, "shard_weights", stop)
-    assert code_of("prepare", *typed) == 130
-    said = capsys.readouterr().err
-    assert f"to continue, type: {invocation.command('prepare', *typed)}" in said
+    assert code_of("prepare", *job_flags) == 130
+    printed = capsys.readouterr().err
+    assert f"to continue, type: {invocation.command('prepare', *job_flags)}" in printed
 
 
-def test_generate_names_prepare_with_its_own_flags(typed, tmp_path, capsys):
-    rest = ["--seed", "4", "--prompt", "rain", "--output-path", str(tmp_path / "a.mp4")]
-    assert code_of("generate", *typed, *rest) == 2
-    said = capsys.readouterr().err
-    assert f"Make them: {invocation.command('prepare', *typed)}\n" in said
+def test_generate_and_batch_name_prepare_with_their_own_flags(job_flags, tmp_path, capsys):
     lines = tmp_path / "lines.jsonl"
     lines.write_text('{"prompt": "a"}\n')
-    output = ["--output-dir", str(tmp_path / "out")]
-    assert code_of("batch", *typed, str(lines), *output) == 2
-    wanted = invocation.command("prepare", "--prompts-file", str(lines), *typed)
-    assert f"Make them: {wanted}\n" in capsys.readouterr().err
+    for words, own in (
+        (["generate", *job_flags, "--seed", "4", "--prompt", "rain", "--output-path", str(tmp_path / "a.mp4")], []),
+        (["batch", *job_flags, str(lines), "--output-dir", str(tmp_path)], ["--prompts-file", str(lines)]),
+    ):
+        assert code_of(*words) == 2
+        assert f"Make them: {invocation.command('prepare', *own, *job_flags)}\n" in capsys.readouterr().err

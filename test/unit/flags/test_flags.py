@@ -40,9 +40,6 @@ def shown(parser: Parser) -> list[argparse.Action]:
     return [action for action in parser._actions if action.help is not argparse.SUPPRESS]
 
 
-# --- what a verb cannot do without ---------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("verb", "checkpoint", "gemma"),
     [
@@ -61,40 +58,25 @@ def test_a_verb_requires_the_model_files_that_it_reads(verb, checkpoint, gemma):
     assert ("gemma_root" in usual) == (gemma and checkpoint)
 
 
-# --- the price of the machine ---------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("command", ["generate", "batch", "serve", "plan"])
 def test_the_price_is_for_the_runs_that_the_machine_has_room_for(command):
     def price(*words):
-        words = [*("--checkpoint-path", "c", "--profile"), *words]
-        return flags.price(parser_of(command).parse_known_args(words)[0])
+        return flags.price(parser_of(command).parse_known_args(["--checkpoint-path", "c", "--profile", *words])[0])
 
-    assert price("trn2.48xlarge", "--price-per-hour", "14.56") == Price(14.56, 16)
-    assert price("trn2.48xlarge-cp4", "--price-per-hour", "14.56") == Price(14.56, 4)
-    assert price("trn2.3xlarge", "--price-per-hour", "2") == Price(2, 1)
+    for machine, runs in (("trn2.48xlarge", 16), ("trn2.48xlarge-cp4", 4), ("trn2.3xlarge", 1)):
+        assert price(machine, "--price-per-hour", "14.56") == Price(14.56, runs)
     assert price("trn2.3xlarge") is None
     for wrong in ("0", "-1", "nan", "inf"):
         with pytest.raises(UserError, match=f"--price-per-hour {wrong}: wanted US dollars above 0"):
             price("trn2.3xlarge", f"--price-per-hour={wrong}")
 
 
-# --- help -----------------------------------------------------------------------------------------
-
-
-def test_the_help_of_generate_fits_on_two_screens(monkeypatch):
+def test_the_help_of_generate_fits_on_two_screens_and_all_of_it_has_every_name_of_every_flag(monkeypatch):
     monkeypatch.setenv("COLUMNS", str(COLUMNS))
     lines = parser_of("generate").format_help().splitlines()
-    assert len(lines) <= LINES and max(map(len, lines)) <= COLUMNS
-    flags = [line for line in lines if line.startswith("  --")]
-    assert 20 <= len(flags) <= 27
-    assert " ".join(lines[:2]).split("generate ")[1].split() == [
-        *("--checkpoint-path", "FILE", "--gemma-root", "DIR", "--prompt", "TEXT"),
-        *("--output-path", "FILE", "[flags]"),
-    ]
-
-
-def test_all_the_help_of_generate_has_every_name_of_every_flag():
+    assert len(lines) <= LINES and 20 <= len([line for line in lines if line.startswith("  --")]) <= 27
+    usage = " ".join(" ".join(lines[:2]).split("generate ")[1].split())
+    assert usage == "--checkpoint-path FILE --gemma-root DIR --prompt TEXT --output-path FILE [flags]"
     text = parser_of("generate").format_help(everything=True)
     names = {name for action in shown(parser_of("generate")) for name in action.option_strings}
     names |= {f"--{n.replace('_', '-')}" for f in JobFields.model_fields for n in names_of(f)}
@@ -112,24 +94,17 @@ def test_every_flag_of_a_command_is_described_and_every_group_is_too(command, mo
         assert max(map(len, parser.format_help(everything).splitlines())) <= COLUMNS
 
 
-def small() -> Parser:
+def test_help_leaves_advanced_flags_out_and_says_so(capsys):
     parser = Parser(prog="small")
     parser.add_argument("--often", "--usual", metavar="N", help="what most people type")
     advanced(parser.add_argument("--seldom", action="store_true", help="what few people type"))
-    return parser
-
-
-def test_help_leaves_advanced_flags_out_and_says_so(capsys):
     for flag, seldom in (("-h", False), ("--help", False), ("--help-all", True)):
         with pytest.raises(SystemExit) as end:
-            small().parse_args([flag])
+            parser.parse_args([flag])
         text = capsys.readouterr().out
         assert not end.value.code and "--often" in text
         assert [name in text for name in ("--seldom", "--usual")] == [seldom, seldom]
         assert ("1 of 4 flags. All of them: --help-all" in text) != seldom
-
-
-# --- earlier names --------------------------------------------------------------------------------
 
 
 EARLIER = {  # a flag of 0.1.0 -> what its error names
@@ -153,22 +128,16 @@ def test_the_error_of_an_earlier_flag_names_the_present_one(earlier, capsys):
         assert end.value.code == 2 and (f"did you mean {present}?" in printed) == known
 
 
-# --- guidance -------------------------------------------------------------------------------------
-
-
 def dev(*words: str):
     return said("--recipe", "dev", *words)
 
 
-def test_guidance_has_a_key_for_each_flag_of_ltx_pipelines():
+def test_guidance_has_a_key_for_each_flag_of_ltx_pipelines_and_takes_several_at_once_and_again():
     assert [*GUIDANCE_KEYS.values()] == [*GuidanceFields.model_fields]
     for key, field in GUIDANCE_KEYS.items():
         value = "3" if key.endswith(("_blocks", "_step")) else "0.5"
         flag = f"--{field.replace('_', '-')}"
         assert dev("--guidance", f"{key}={value}") == dev(flag, value) != dev()
-
-
-def test_guidance_takes_several_values_at_once_and_again():
     job = dev("--guidance", "video_cfg=4", "video_stg_blocks=2,3", "--guidance", "v2a=2")
     guidance = job.resolved_guidance
     assert (guidance.video.cfg_scale, guidance.video.stg_blocks) == (4.0, (2, 3))
@@ -192,29 +161,20 @@ def test_a_mistake_in_guidance_is_said_as_it_was_typed(message):
     with pytest.raises(UserError) as error:
         dev("--guidance", *GUIDANCE_MISTAKES[message])
     assert message in str(error.value)
-
-
-def test_guidance_of_the_distilled_recipe_is_refused_by_its_key():
     with pytest.raises(UserError, match="takes no --guidance video_cfg: .*(\n.*)*--recipe dev"):
-        said("--guidance", "video_cfg=3")
+        said("--guidance", "video_cfg=3")  # of the distilled recipe
 
 
-# --- flags of several values ----------------------------------------------------------------------
-
-
-def test_the_window_of_a_sound_follows_its_file():
+def test_the_window_of_a_sound_and_the_seconds_of_a_retake_follow_their_file():
     joined = said("--audio-path", "a.wav", "0.5", "2")
     assert joined == said(*("--audio-path", "a.wav", "--audio-start-time", "0.5", "--audio-max-duration", "2"))
     assert said("--audio-path", "a.wav", "1").sound.start_time == 1.0
-
-
-def test_the_seconds_of_a_retake_follow_its_file():
-    given = ["--video-path", "v.mp4", "0.5", "1"]
-    apart = ["--video-path", "v.mp4", "--start-time", "0.5", "--end-time", "1"]
+    joined = ["--video-path", "v.mp4", "0.5", "1"]
     for compiles in (False, True):
-        spec = flags.spec(parsed(*given, compiles=compiles))
+        spec = flags.spec(parsed(*joined, compiles=compiles))
         assert (spec.video_path, spec.start_time, spec.end_time) == ("v.mp4", 0.5, 1.0)
-    assert flags.spec(parsed(*given)) == flags.spec(parsed(*apart))
+    apart = ["--video-path", "v.mp4", "--start-time", "0.5", "--end-time", "1"]
+    assert flags.spec(parsed(*joined)) == flags.spec(parsed(*apart))
 
 
 def test_two_strengths_of_the_distilled_lora_are_those_of_the_stages():

@@ -1,7 +1,5 @@
-"""A batch on the cluster's queue, with a pool in Ray's place: which jobs an interrupted run leaves,
-and what becomes of the finished ones; a job's line, and a replica's cores and layout."""
+"""A batch on the cluster's queue, with a pool in Ray's place; a replica's cores and layout."""
 
-import json
 import os
 import threading
 from argparse import Namespace
@@ -17,12 +15,8 @@ from ltx_neuron.commands import generate
 from ltx_neuron.config.profiles import resolve
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import write_json
-from ltx_neuron.job import Size
-from ltx_neuron.sampling.conditions import ImageCondition
-from ltx_neuron.sampling.guidance import DEFAULTS
-from ltx_neuron.service.jobs import VIDEO, job_of
+from ltx_neuron.service.jobs import VIDEO
 from ltx_neuron.service.queue import Queue
-from ltx_neuron.weights.lora import Lora
 
 needs("ray", extras="dev,fleet")
 
@@ -40,39 +34,48 @@ class Pool:
     def run(self, look) -> None:
         for _ in range(self.patience):
             if not self.stop.is_set():
-                self._make_one()
+                self.make_one()
                 look()
 
-    def _make_one(self) -> None:
+    def make_one(self) -> None:
         (entry,) = self.queue.claim("w", self.queue.next_batch_key(), 1)
-        self.made.append(entry.params["prompt"])
-        if entry.params["prompt"] == "bad":
+        prompt = entry.params["prompt"]
+        self.made.append(prompt)
+        if prompt == "bad":
             self.queue.fail(entry, "internal_error", "no")
         else:
             video = self.queue.folder_of(entry.id) / VIDEO
-            video.write_text(entry.params["prompt"])
+            video.write_text(prompt)
             write_json(video.with_suffix(".json"), {"seconds": {}})
             self.queue.complete(entry)
 
 
-def made(tmp_path, monkeypatch, prompts: list[str], patience: int = 9) -> list[str]:
-    """The prompts of the jobs that a run of a batch's lines makes, in the order of making."""
+def opened_queue(folder) -> closing[Queue]:
+    return closing(Queue(folder / "queue.sqlite", folder / "jobs"))
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """The prompts of the jobs that a run of a batch's lines in a folder makes, in that order."""
     from ltx_neuron.fleet import batch
 
+    def run(folder, prompts: str, patience: int = 9) -> list[str]:
+        monkeypatch.setattr(Pool, "patience", patience)
+        folder.mkdir(exist_ok=True)
+        lines = [Line(n, make_job(prompt), f"digest {prompt}") for n, prompt in enumerate(prompts.split(), 1)]
+        results = Results(folder, lines)
+        left = [line for line in lines if line.number not in results.entries]
+        with opened_queue(folder) as queue:
+            resolved = []  # by the checkpoint's release
+            workspace = SimpleNamespace(resolved=lambda job: resolved.append(job) or job)
+            batch._make(left, Namespace(replicas=None), workspace, queue, results)
+            assert len(resolved) == len(left)
+            ids = [entry.id for entry in queue.page(batch.OWNER)[0]]
+            assert sorted(folder.name for folder in queue.folder.iterdir()) == sorted(ids)
+        return Pool.last.made
+
     monkeypatch.setattr(batch, "Pool", Pool)
-    monkeypatch.setattr(Pool, "patience", patience)
-    Pool.last = None
-    lines = [Line(n, make_job(prompt), f"digest {prompt}") for n, prompt in enumerate(prompts, 1)]
-    results = Results(tmp_path, lines)
-    left = [line for line in lines if line.number not in results.entries]
-    with closing(Queue(tmp_path / "queue.sqlite", tmp_path / "jobs")) as queue:
-        resolved = []  # by the checkpoint's release
-        workspace = SimpleNamespace(resolved=lambda job: resolved.append(job) or job)
-        batch._make(left, Namespace(replicas=None), workspace, queue, results)
-        assert len(resolved) == len(left)
-        ids = [entry.id for entry in queue.page(batch.OWNER)[0]]
-        assert sorted(folder.name for folder in queue.folder.iterdir()) == sorted(ids)
-    return Pool.last.made
+    return run
 
 
 def test_a_predicted_length_is_refused_before_a_cluster_is_asked(split, tmp_path):
@@ -84,40 +87,23 @@ def test_a_predicted_length_is_refused_before_a_cluster_is_asked(split, tmp_path
         generate.batch_main([*map(str, words)])
 
 
-def test_finished_videos_get_their_names_and_their_jobs_go(tmp_path, monkeypatch):
+def test_finished_videos_get_their_names_and_their_jobs_go(tmp_path, run):
     first, second = tmp_path / "first", tmp_path / "second"
-    for folder in (first, second):
-        folder.mkdir()
-    assert made(first, monkeypatch, ["waves", "bad", "birds"]) == ["waves", "bad", "birds"]
+    assert run(first, "waves bad birds") == ["waves", "bad", "birds"]
     assert {path.name: path.read_text() for path in first.glob("*.mp4")} == {"0001.mp4": "waves", "0003.mp4": "birds"}
     assert list((first / "jobs").iterdir()) == []
-    made(second, monkeypatch, ["waves", "birds"], patience=0)
-    with closing(Queue(second / "queue.sqlite", second / "jobs")) as queue:
-        Pool(queue, None, [], 1, 1, [])._make_one()  # just before a kill
-    assert made(second, monkeypatch, ["waves", "birds"]) == ["birds"]
+    run(second, "waves birds", patience=0)
+    with opened_queue(second) as queue:
+        Pool(queue, None, [], 1, 1, []).make_one()  # just before a kill
+    assert run(second, "waves birds") == ["birds"]
     assert (second / "0001.mp4").read_text() == "waves"
 
 
-def test_an_interrupted_run_goes_on_with_its_own_jobs_but_not_with_those_that_failed_or_changed(tmp_path, monkeypatch):
-    assert made(tmp_path, monkeypatch, ["waves", "birds", "wind"], patience=1) == ["waves"]
-    before = {folder.name for folder in (tmp_path / "jobs").iterdir()}
-    assert made(tmp_path, monkeypatch, ["waves", "rain", "wind"]) == ["wind", "rain"]
-    assert (tmp_path / "0002.mp4").read_text() == "rain"
-    assert len(before) == 2 and list((tmp_path / "jobs").iterdir()) == []
-
-
-def test_a_line_of_a_job_says_all_of_it(tmp_path):
-    image = ImageCondition(str(tmp_path / "a.png"), 8, 0.5, 20)
-    loras = Lora(tmp_path / "a.safetensors", 0.3), Lora(tmp_path / "b.safetensors", -1)
-    for job in (
-        make_job("« hello »", Size(64, 96, 17, 12.5, True), seed=4, images=(image,)),
-        make_job("a", recipe="dev", negative_prompt="", num_inference_steps=3, upscale="temporal"),
-        make_job("a", recipe="dev", guidance=DEFAULTS),
-        make_job("a", negative_prompt="b", nag_scale=5.0, nag_alpha=0.5, nag_tau=3.0),
-        make_job("a", Size(two_stage=True), recipe="dev", sampler="res_2s"),
-        make_job("a", loras=loras[:1], stage_1_loras=loras, stage_2_loras=loras[1:]),
-    ):
-        assert job_of(json.loads(json.dumps(job.to_line())), tmp_path).describe() == job.describe()
+def test_an_interrupted_run_goes_on_with_its_own_jobs_but_not_with_those_that_failed_or_changed(tmp_path, run):
+    assert run(tmp_path, "waves birds wind", patience=1) == ["waves"]
+    assert len([*(tmp_path / "jobs").iterdir()]) == 2
+    assert run(tmp_path, "waves rain wind") == ["wind", "rain"]
+    assert (tmp_path / "0002.mp4").read_text() == "rain" and list((tmp_path / "jobs").iterdir()) == []
 
 
 BOTH = "context_parallel=2", "guidance_parallel=2", "backend=torchdist"
@@ -154,35 +140,23 @@ def test_a_replica_takes_the_visible_cores_if_they_are_whole_chips_that_follow_e
         assert os.environ[cluster.VISIBLE] == ",".join(map(str, cores))
 
 
-@pytest.fixture
-def living(monkeypatch):
-    """living(64, 4): nodes with these neuron cores."""
-    from ltx_neuron.fleet import cluster as rays
+def test_the_replicas_of_a_node_follow_from_the_layout(monkeypatch):
+    from ltx_neuron.fleet import cluster
 
     def set_nodes(*cores: int) -> None:
-        nodes = [(f"10.0.0.{n}", {"neuron_cores": float(has)}) for n, has in enumerate(cores, 1)]
-        monkeypatch.setattr(rays, "_living_nodes", lambda: nodes)
+        nodes = [(f"10.0.0.{n}", {"neuron_cores": float(count)}) for n, count in enumerate(cores, 1)]
+        monkeypatch.setattr(cluster, "_living_nodes", lambda: nodes)
 
-    return set_nodes
-
-
-def trn2(machine: str, *settings: str):
-    return resolve(machine, ("backend=torchdist", *settings))
-
-
-def test_the_replicas_of_a_node_follow_from_the_layout(living):
-    from ltx_neuron.fleet.cluster import Needs
-
-    living(64)
+    set_nodes(64)
     for settings, cores, replicas in (
         ((), 4, 16),
         (("context_parallel=4",), 16, 4),
         (("guidance_parallel=2", "context_parallel=4"), 32, 2),
         (("guidance_parallel=4", "context_parallel=4"), 64, 1),
     ):
-        layout = Needs.of(trn2("trn2.48xlarge", *settings), 4)
-        assert layout == Needs("neuron_cores", cores) and layout.capacity() == replicas
+        layout = cluster.Needs.of(resolve("trn2.48xlarge", ("backend=torchdist", *settings)), 4)
+        assert layout == cluster.Needs("neuron_cores", cores) and layout.capacity() == replicas
         assert layout.options == {"num_cpus": 0, "resources": {"neuron_cores": cores}}
     assert layout.layout() == "room for 1 replica with neuron_cores 64: 1 on 10.0.0.1"
-    living(4, 4)
+    set_nodes(4, 4)
     assert layout.too_small().startswith("no node of the Ray cluster has neuron_cores 64 for")

@@ -1,5 +1,4 @@
-"""README and docs say what is so: links lead somewhere, commands and files exist, and the reader's
-path is as short as it claims."""
+"""README and docs say what is so: links, commands, files and tests that they name exist."""
 
 import ast
 import io
@@ -13,6 +12,7 @@ from functools import cache, partial
 from types import SimpleNamespace
 from unittest import mock
 
+import printed
 import pytest
 from conftest import ROOT
 from device import conftest as device
@@ -153,28 +153,13 @@ def test_every_command_names_a_script_that_exists_and_flags_that_it_knows(page):
     assert not problems, "\n".join(problems)
 
 
-def test_commands_are_found_in_blocks_and_in_sentences():
+def test_a_command_that_does_not_exist_is_found():
+    """Commands of all pages, and mistakes in them."""
     shown = [shlex.join(words) for page in PAGES for words in commands(page)]
-    assert "make demo" in shown
-    assert any("--prompts-file jobs.jsonl" in command for command in shown)  # after a block of JSON
-    assert sum(command.startswith("ltx-neuron generate") for command in shown) > 10
-    assert sum(command.startswith("ltx-neuron plan") for command in shown) > 1
-    variables = re.compile(r"\$(CKPT|MODEL|GEMMA)")
-    assert not [command for command in shown if variables.search(command)]
-
-
-def test_a_command_with_an_unknown_verb_script_flag_or_target_is_a_problem():
-    assert not problems_of([PROGRAM, "shard", "vae", "--tp-degree", "4"])
-    assert problems_of([PROGRAM, "shard", "vae", "--height", "64"])
-    assert problems_of([PROGRAM, "shard", "audio"])
-    assert problems_of([PROGRAM, "genrate", "--prompt", "waves"])
-    generate = "src/generate_ltx23.py"
-    assert not problems_of(["python", generate, "--prompt", "waves", "--seed=1"])
-    assert problems_of(["python", generate, "--promt", "waves"])
-    assert problems_of(["python", "src/no_such_script.py"])
-    assert problems_of(["make", "no-such-target"])
-    assert not problems_of(["python", *DEVICE, "--minutes", "60", "--lf"])
-    assert problems_of(["python", *DEVICE, "--hours", "1"])
+    assert "make demo" in shown and sum(command.startswith("ltx-neuron generate") for command in shown) > 10
+    assert not [command for command in shown if re.search(r"\$(CKPT|MODEL|GEMMA)", command)]
+    for wrong in ("ltx-neuron shard vae --height 64", "ltx-neuron genrate", "python src/no_such.py", "make no-target"):
+        assert problems_of(wrong.split()), wrong
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -191,32 +176,24 @@ def test_every_flag_in_a_sentence_is_one_of_some_script(page):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_source_file_and_folder_that_is_named_exists(page):
+def test_every_source_file_folder_and_test_that_is_named_exists(page):
     roots = ROOT, ROOT / "src", ROOT / "src/ltx_neuron"
+    sources = "\n".join(path.read_text() for path in (ROOT / "test").rglob("test_*.py"))
     for name in inline_code(page):
-        named = re.fullmatch(r"[\w./-]+(\.py|\.sh|\.txt|/)", name)
-        if named and not name.startswith(MADE_BY_RUNNING):
+        if re.fullmatch(r"test_\w+", name):
+            assert f"def {name}(" in sources, f"{page}: {name}"
+        elif re.fullmatch(r"[\w./-]+(\.py|\.sh|\.txt|/)", name) and not name.startswith(MADE_BY_RUNNING):
             assert any((root / name).exists() for root in roots), f"{page}: {name}"
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_every_test_that_is_named_exists(page):
-    sources = "\n".join(path.read_text() for path in (ROOT / "test").rglob("test_*.py"))
-    named = [code for code in inline_code(page) if re.fullmatch(r"test_\w+", code)]
-    assert [name for name in named if f"def {name}(" not in sources] == []
-
-
-def said_by_the_code() -> set[str]:
+@cache
+def texts_of_the_code() -> str:
     """Every text of the sources, with ... for what a run puts into it."""
     texts = set()
     for path in (*(ROOT / "src").rglob("*.py"), ROOT / "test/device/measurements.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.JoinedStr):
-                parts = (getattr(part, "value", None) for part in node.values)
-                texts.add("".join(part if isinstance(part, str) else "..." for part in parts))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                texts.add(node.value)
-    return texts
+        nodes = ast.walk(ast.parse(path.read_text()))
+        texts |= {text.replace("…", "...") for text in map(printed.text_of, nodes) if text}
+    return "\n".join(texts)
 
 
 def test_every_failure_that_the_trainium_page_explains_is_one_that_the_code_says():
@@ -224,29 +201,24 @@ def test_every_failure_that_the_trainium_page_explains_is_one_that_the_code_says
     rows = re.findall(r"^\| (`.*?) \| (.*?) \|", section.partition("\n## ")[0], re.MULTILINE)
     messages = [code for row, _ in rows for code in re.findall("`([^`]+)`", row)]
     numbers = [code for _, why in rows for code in re.findall("`(N[RC][TC]_[A-Z_0-9]+)`", why)]
-    said = "\n".join(said_by_the_code())
     assert len(messages) > 20 and len(numbers) > 10
-    assert [text for text in messages if text not in said] == []
+    assert [text for text in messages if text not in texts_of_the_code()] == []
     assert [code for code in numbers if not neuron_errors.known(code)] == []
 
 
 def test_a_section_of_the_readme_that_a_message_names_is_there():
-    named = re.findall(r"README, ([A-Z][\w ]*\w)", "\n".join(said_by_the_code()))
-    headings = re.findall(r"^## (.*)$", text_of("README.md"), re.MULTILINE)
-    assert len(named) >= 2 and {*named} <= {*headings}
+    named = re.findall(r"README, ([A-Z][\w ]*\w)", texts_of_the_code())
+    assert len(named) >= 2 and {*named} <= {*re.findall(r"^## (.*)$", text_of("README.md"), re.MULTILINE)}
 
 
-def test_the_readers_path_is_short():
+def test_the_readme_and_the_readers_path_are_short_and_pages_name_the_followed_release():
+    assert len(text_of("README.md").splitlines()) <= README_LINES
     _, _, section = text_of("docs/architecture.md").partition("\n## A reader's path\n")
     files = re.findall(r"^\d+\. `([^`]+)`: ", section.partition("\n## ")[0], re.MULTILINE)
     lines = {name: len((ROOT / "src" / name).read_text().splitlines()) for name in files}
-    assert 5 <= len(files) <= PATH_FILES
-    assert sum(lines.values()) <= PATH_LINES, lines
-
-
-@pytest.mark.parametrize("page", ["README.md", "docs/recipes.md", "CHANGELOG.md"])
-def test_pages_name_the_followed_release(page):
-    assert f"release {FOLLOWED}" in text_of(page)
+    assert 5 <= len(files) <= PATH_FILES and sum(lines.values()) <= PATH_LINES, lines
+    for page in ("README.md", "docs/recipes.md", "CHANGELOG.md"):
+        assert f"release {FOLLOWED}" in text_of(page)
 
 
 def test_the_recipes_begin_with_a_list_of_all_sections_in_their_order():
@@ -257,5 +229,8 @@ def test_the_recipes_begin_with_a_list_of_all_sections_in_their_order():
     assert linked == sections[1:]
 
 
-def test_the_readme_is_short():
-    assert len(text_of("README.md").splitlines()) <= README_LINES
+def test_the_table_of_benchmarks_lists_every_script_and_every_result():
+    table = text_of("benchmarks/README.md")
+    scripts = [path.name for path in (ROOT / "benchmarks").glob("*.py")]
+    assert [name for name in scripts if f"`{name}" not in table] == []
+    assert [name for name in BENCHMARKS if name != "benchmarks/README.md" and f"]({name[11:]})" not in table] == []

@@ -1,5 +1,4 @@
-"""The hf commands in errors about a model's files: each is run on the file that provokes it, with a
-hub on loopback, and what it downloads is taken by the same command."""
+"""The hf commands in errors about model files are run, with a hub on loopback, and what they download is taken."""
 
 import json
 import re
@@ -14,15 +13,19 @@ import pytest
 import torch
 from hub_server import Hub, use
 from printed import runs
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from ltx_neuron import errors
 from ltx_neuron.commands import dispatch
-from ltx_neuron.hub import RELEASE_FILES, NotDownloaded, local_path, nearest, no_downloads
+from ltx_neuron.hub import RELEASE_FILES, NotDownloaded, local_path, no_downloads
 
 LTX, LATER = "Lightricks/LTX-2.3", "Lightricks/LTX-2.5"
 GEMMA = "google/gemma-3-12b-it-qat-q4_0-unquantized"
 PUBLISHED = RELEASE_FILES[LTX]
+CHECKPOINT, ROOT, SPATIAL = "--checkpoint-path", "--gemma-root", "--spatial-upsampler-path"
+VIDEO, AUDIO, HEAD = "--video-vae-path", "--audio-vae-path", "--duration-head-path"
+SIZE = ["--height", "64", "--width", "64", "--num-frames", "9", "--tp-degree", "1", "--profile", "cpu"]
 
 
 @pytest.fixture
@@ -36,8 +39,7 @@ def home(tiny, split, tmp_path, monkeypatch) -> Path:
         PUBLISHED["lora"]: tiny.lora,
     }
     later = {str(path.relative_to(split.folder)): path for path in split if path != split.image}
-    gemma = {path.name: path for path in tiny.gemma_root.iterdir()}
-    hub = Hub({LTX: files, LATER: later, GEMMA: gemma})
+    hub = Hub({LTX: files, LATER: later, GEMMA: {path.name: path for path in tiny.gemma_root.iterdir()}})
     use(hub, monkeypatch, tmp_path)
     (tmp_path / "home").mkdir()
     monkeypatch.chdir(tmp_path / "home")
@@ -47,18 +49,23 @@ def home(tiny, split, tmp_path, monkeypatch) -> Path:
 
 
 class Files:
-    """Makes the provoking file of a case in the present folder."""
+    """Makes the provoking file of a case in the present folder, and returns its path."""
 
     def __init__(self, tiny, split):
         self.tiny, self.split = tiny, split
+        with safe_open(tiny.checkpoint, "pt") as file:
+            self.metadata = file.metadata()
 
-    def content(self, name: str, begin: bytes) -> str:
-        Path(name).write_bytes(begin.ljust(4000, b"x"))
+    def path(self, name: str) -> Path:
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        return Path(name)
+
+    def content(self, name: str, content: bytes) -> str:
+        self.path(name).write_bytes(content)
         return name
 
-    def empty(self, name: str) -> str:
-        Path(name).touch()
-        return name
+    def magic(self, name: str, begin: bytes) -> str:
+        return self.content(name, begin.ljust(4000, b"x"))
 
     def pickle(self, name: str) -> str:
         torch.save({"weight": torch.zeros(3)}, name)
@@ -69,197 +76,152 @@ class Files:
             file.writestr("model.safetensors", "x" * 4000)
         return name
 
-    def json(self, name: str) -> str:
-        Path(name).write_text(json.dumps({"metadata": {}, "weight_map": {"a": "b"}}))
-        return name
+    def index(self, name: str) -> str:
+        return self.content(name, json.dumps({"metadata": {}, "weight_map": {"a": "b"}}).encode())
 
     def cut(self, name: str, source: Path | None = None) -> str:
-        Path(name).parent.mkdir(parents=True, exist_ok=True)
-        Path(name).write_bytes((source or self.tiny.checkpoint).read_bytes()[:-1000])
-        return name
+        return self.content(name, (source or self.tiny.checkpoint).read_bytes()[:-1000])
 
     def copy(self, name: str, source: Path) -> str:
-        Path(name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(source, name)
+        return self.content(name, source.read_bytes())
+
+    def tensors(self, name: str, tensors: dict, metadata: dict | None = None) -> str:
+        save_file(tensors, self.path(name), metadata)
         return name
 
     def part(self, name: str, *without: str) -> str:
         """The checkpoint without some of its tensors."""
         tensors = load_file(self.tiny.checkpoint)
-        kept = {key: t for key, t in tensors.items() if not key.startswith(without)}
-        save_file(kept, name, self.metadata)
-        return name
-
-    @property
-    def metadata(self) -> dict[str, str]:
-        from safetensors import safe_open
-
-        with safe_open(self.tiny.checkpoint, "pt") as file:
-            return file.metadata()
+        kept = {key: tensor for key, tensor in tensors.items() if not key.startswith(without)}
+        return self.tensors(name, kept, self.metadata)
 
     def shards(self, folder: str) -> str:
-        Path(folder).mkdir()
-        tensors, metadata = load_file(self.tiny.checkpoint), self.metadata
+        tensors = load_file(self.tiny.checkpoint)
         for number, names in enumerate((list(tensors)[::2], list(tensors)[1::2]), 1):
             part = {name: tensors[name] for name in names}
-            save_file(part, f"{folder}/model-0000{number}-of-00002.safetensors", metadata)
-        self.json(f"{folder}/model.safetensors.index.json")
+            self.tensors(f"{folder}/model-0000{number}-of-00002.safetensors", part, self.metadata)
+        self.index(f"{folder}/model.safetensors.index.json")
         return folder
 
     def diffusers(self, folder: str) -> str:
-        Path(folder, "transformer").mkdir(parents=True)
-        Path(folder, "model_index.json").write_text('{"_class_name": "LTX2Pipeline"}')
-        weights = f"{folder}/transformer/diffusion_pytorch_model-0000{{}}-of-00002.safetensors"
+        self.content(f"{folder}/model_index.json", b'{"_class_name": "LTX2Pipeline"}')
         for number in (1, 2):
-            save_file({f"proj_in.{number}": torch.zeros(2)}, weights.format(number))
+            name = f"{folder}/transformer/diffusion_pytorch_model-0000{number}-of-00002.safetensors"
+            self.tensors(name, {f"proj_in.{number}": torch.zeros(2)})
         return folder
 
     def older(self, name: str) -> str:
-        metadata = self.metadata
-        config = json.loads(metadata.pop("config"))
-        del config["transformer"]["cross_attention_adaln"], metadata["model_version"]
-        save_file({"a": torch.zeros(1)}, name, {"config": json.dumps(config)})
-        return name
+        config = json.loads(self.metadata["config"])
+        del config["transformer"]["cross_attention_adaln"]
+        return self.tensors(name, {"a": torch.zeros(1)}, {"config": json.dumps(config)})
 
     def nvfp4(self, name: str) -> str:
         note = torch.tensor([*b'{"format": "nvfp4"}'], dtype=torch.uint8)
         layer = {"weight": torch.zeros(8, 8, dtype=torch.uint8), "weight_scale": torch.ones(8, 1)}
         layer |= {"weight_scale_2": torch.tensor(1.0), "comfy_quant": note}
         tensors = {f"patchify_proj.{key}": tensor for key, tensor in layer.items()}
-        save_file(tensors, name, {"config": "{}", "model_version": "2.5.0"})
-        return name
+        return self.tensors(name, tensors, {"config": "{}", "model_version": "2.5.0"})
 
     def gemma(self, folder: str, without: str = "", renamed: str = "") -> str:
         shutil.copytree(self.tiny.gemma_root, folder)
         for name in without.split():
             Path(folder, name).unlink()
         for name in renamed.split():
-            shutil.copy(self.tiny.gemma_root / "model.safetensors", Path(folder, name))
+            self.copy(f"{folder}/{name}", self.tiny.gemma_root / "model.safetensors")
         return folder
 
     def smaller(self, folder: str) -> str:
-        self.gemma(folder)
-        path = Path(folder, "config.json")
-        config = json.loads(path.read_text())
+        config = json.loads(Path(self.gemma(folder), "config.json").read_text())
         config["text_config"]["hidden_size"] //= 2
-        path.write_text(json.dumps(config))
+        self.content(f"{folder}/config.json", json.dumps(config).encode())
         return folder
 
+    def within(self, name: str) -> str:
+        """The folder of a file."""
+        return str(Path(name).parent)
 
-CHECKPOINT, ROOT = "--checkpoint-path", "--gemma-root"
-SPATIAL = "--spatial-upsampler-path"
+
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 46000000000\n"
-# What somebody has -> the flag, how it is made, and what the error calls it.
-CASES: dict[str, tuple[str, Callable[[Files], str], str]] = {
-    # as checkpoint
-    "GGUF": (CHECKPOINT, lambda f: f.content("ltx-2.3-Q4_K_M.gguf", b"GGUF\3\0\0\0"), "a GGUF file"),
-    "a pickle": (CHECKPOINT, lambda f: f.pickle("ltx.pt"), "a pickle"),
-    "an old pickle": (CHECKPOINT, lambda f: f.content("ltx.ckpt", b"\x80\x02}q\0"), "a pickle"),
-    "a zip": (CHECKPOINT, lambda f: f.zip("ltx.zip"), "zip archive"),
-    "an index": (CHECKPOINT, lambda f: f.json("model.safetensors.index.json"), "JSON text"),
-    "a pointer": (CHECKPOINT, lambda f: f.content(PUBLISHED["dev"], LFS), "git-lfs"),
-    "a web page": (CHECKPOINT, lambda f: f.content("a.safetensors", b"<!DOCTYPE html>"), "web page"),
-    "an unfinished one": (CHECKPOINT, lambda f: f.cut("ltx.safetensors.part"), "an unfinished"),
-    "an incomplete one": (CHECKPOINT, lambda f: f.cut("ltx.incomplete"), "an unfinished"),
-    "cut": (CHECKPOINT, lambda f: f.cut("mine.safetensors"), "truncated?"),
-    "published, cut": (CHECKPOINT, lambda f: f.cut(f"models/{PUBLISHED['dev']}"), "truncated?"),
-    "published, missing": (CHECKPOINT, lambda f: PUBLISHED["dev"], "no such file"),
-    "missing": (CHECKPOINT, lambda f: "mine.safetensors", "no such file"),
-    "empty": (CHECKPOINT, lambda f: f.empty("a.safetensors"), "it is empty"),
-    "a part": (CHECKPOINT, lambda f: f"{f.shards('mine')}/model-00001-of-00002.safetensors", "one of several parts"),
-    "a folder of parts": (CHECKPOINT, lambda f: f.shards("mine"), "a model in 2 parts"),
-    "diffusers' layout": (CHECKPOINT, lambda f: f.diffusers("mine"), "diffusers' layout"),
-    "diffusers' file": (
-        CHECKPOINT,
-        lambda f: f.copy("transformer/diffusion_pytorch_model.safetensors", _plain()),
-        "diffusers' layout",
-    ),
-    "a folder of other files": (CHECKPOINT, lambda f: _folder("mine"), "without a transformer"),
-    "a folder with a VAE": (
-        CHECKPOINT,
-        lambda f: f.part(f"{_folder('mine')}/vae.safetensors", "model.", "text_")[:4],
-        "without a transformer",
-    ),
-    "LTX-2.0": (CHECKPOINT, lambda f: f.older("ltx-2.safetensors"), "LTX version 2.0"),
-    "an upsampler": (CHECKPOINT, lambda f: f.copy("a.safetensors", f.tiny.spatial_upsampler), "no '"),
-    "Gemma": (
-        CHECKPOINT,
-        lambda f: f.copy("gemma.safetensors", f.tiny.gemma_root / "model.safetensors"),
-        "no 'config' metadata",
-    ),
-    "the transformer alone": (
-        CHECKPOINT,
-        lambda f: f.part("mine.safetensors", "vae.", "audio_vae.", "vocoder."),
-        "the video VAE is missing",
-    ),
-    "no decoder": (CHECKPOINT, lambda f: f.part("mine.safetensors", "vae.decoder."), "does not have the VideoDecoder"),
-    # as Gemma
-    "Gemma as GGUF": (ROOT, lambda f: f.content("gemma.gguf", b"GGUF\3\0\0\0"), "a GGUF file"),
-    "Gemma as one file": (
-        ROOT,
-        lambda f: f.copy("gemma_3_12B_it.safetensors", f.tiny.gemma_root / "model.safetensors"),
-        "is a file",
-    ),
-    "the checkpoint as Gemma": (
-        ROOT,
-        lambda f: f.copy("ltx.safetensors", f.tiny.checkpoint),
-        "is a transformer of LTX 2.3.0",
-    ),
-    "Gemma 4": (ROOT, lambda f: f.copy("gemma4.safetensors", f.split.text_encoder), "text encoder of a later release"),
-    "Gemma as index": (ROOT, lambda f: f.json("model.safetensors.index.json"), "JSON text"),
-    "no Gemma": (ROOT, lambda f: "gemma", "is not a folder"),
-    "Gemma's part": (
-        ROOT,
-        lambda f: f.gemma("gemma", "model.safetensors", "model-00001-of-00005.safetensors"),
-        "has 1 of 5 weight files",
-    ),
-    "Gemma twice": (
-        ROOT,
-        lambda f: f.gemma("gemma-3-12b", "", "model-00001-of-00001.safetensors x.safetensors"),
-        "has 1 of 1 weight files and 1 of 1 weight files",
-    ),
-    "Gemma without tokenizer": (ROOT, lambda f: f.gemma("gemma", "tokenizer.json"), "no tokenizer"),
-    "Gemma without config": (ROOT, lambda f: f.gemma("gemma", "config.json"), "config.json"),
-    "a folder of GGUF": (
-        ROOT,
-        lambda f: str(Path(f.content(f"{_folder('gemma')}/gemma.gguf", b"GGUF")).parent),
-        "config.json",
-    ),
-    "a smaller Gemma": (ROOT, lambda f: f.smaller("gemma-3-4b"), "has hidden_size"),
-    # as upsampler
-    "no upsampler": (SPATIAL, lambda f: "upsampler.safetensors", "no such file"),
-    "upsampler as pickle": (SPATIAL, lambda f: f.pickle("upsampler.pth"), "a pickle"),
-    "another upsampler": (
-        SPATIAL,
-        lambda f: f.copy("a.safetensors", f.tiny.temporal_upsampler),
-        "wanted a spatial latent upsampler",
-    ),
-    "published upsampler, cut": (
-        SPATIAL,
-        lambda f: f.cut(f"models/{PUBLISHED['spatial']}", f.tiny.spatial_upsampler),
-        "truncated?",
-    ),
-}
+PLAIN = {"proj_in.weight": torch.zeros(2)}
+WEIGHTS, DECODER = "model.safetensors", "ltx-2.5-22b-distilled-transformer-nvfp4.safetensors"
+DIFFUSERS = "transformer/diffusion_pytorch_model.safetensors"
+# The flag, how the file is made that somebody has, and what the error calls it
+Case = tuple[str, Callable[[Files], str], str]
+CASES: list[Case] = [
+    (CHECKPOINT, lambda f: f.magic("ltx-2.3-Q4_K_M.gguf", b"GGUF\3\0\0\0"), "a GGUF file"),
+    (CHECKPOINT, lambda f: f.pickle("ltx.pt"), "a pickle"),
+    (CHECKPOINT, lambda f: f.magic("ltx.ckpt", b"\x80\x02}q\0"), "a pickle"),
+    (CHECKPOINT, lambda f: f.zip("ltx.zip"), "zip archive"),
+    (CHECKPOINT, lambda f: f.index("model.safetensors.index.json"), "JSON text"),
+    (CHECKPOINT, lambda f: f.magic(PUBLISHED["dev"], LFS), "git-lfs"),
+    (CHECKPOINT, lambda f: f.magic("a.safetensors", b"<!DOCTYPE html>"), "web page"),
+    (CHECKPOINT, lambda f: f.cut("ltx.safetensors.part"), "an unfinished"),
+    (CHECKPOINT, lambda f: f.cut("mine.safetensors"), "truncated?"),
+    (CHECKPOINT, lambda f: f.cut(f"models/{PUBLISHED['dev']}"), "truncated?"),
+    (CHECKPOINT, lambda f: PUBLISHED["dev"], "no such file"),
+    (CHECKPOINT, lambda f: "mine.safetensors", "no such file"),
+    (CHECKPOINT, lambda f: f.content("a.safetensors", b""), "it is empty"),
+    (CHECKPOINT, lambda f: f"{f.shards('mine')}/model-00001-of-00002.safetensors", "one of several parts"),
+    (CHECKPOINT, lambda f: f.shards("mine"), "a model in 2 parts"),
+    (CHECKPOINT, lambda f: f.diffusers("mine"), "diffusers' layout"),
+    (CHECKPOINT, lambda f: f.tensors(DIFFUSERS, PLAIN), "diffusers' layout"),
+    (CHECKPOINT, lambda f: f.within(f.content("mine/README.md", b"weights")), "without a transformer"),
+    (CHECKPOINT, lambda f: f.within(f.part("mine/vae.safetensors", "model.", "text_")), "without a transformer"),
+    (CHECKPOINT, lambda f: f.older("ltx-2.safetensors"), "LTX version 2.0"),
+    (CHECKPOINT, lambda f: f.copy("a.safetensors", f.tiny.spatial_upsampler), "no '"),
+    (CHECKPOINT, lambda f: f.copy("gemma.safetensors", f.tiny.gemma_root / WEIGHTS), "no 'config' metadata"),
+    (CHECKPOINT, lambda f: f.part("mine.safetensors", "vae.", "audio_", "vocoder."), "the video VAE is missing"),
+    (CHECKPOINT, lambda f: f.part("mine.safetensors", "vae.decoder."), "does not have the VideoDecoder"),
+    (ROOT, lambda f: f.magic("gemma.gguf", b"GGUF\3\0\0\0"), "a GGUF file"),
+    (ROOT, lambda f: f.copy("gemma_3_12B_it.safetensors", f.tiny.gemma_root / WEIGHTS), "is a file"),
+    (ROOT, lambda f: f.copy("ltx.safetensors", f.tiny.checkpoint), "is a transformer of LTX 2.3.0"),
+    (ROOT, lambda f: f.copy("gemma4.safetensors", f.split.text_encoder), "text encoder of a later release"),
+    (ROOT, lambda f: f.index("model.safetensors.index.json"), "JSON text"),
+    (ROOT, lambda f: "gemma", "is not a folder"),
+    (ROOT, lambda f: f.gemma("gemma", WEIGHTS, "model-00001-of-00005.safetensors"), "has 1 of 5 weight files"),
+    (ROOT, lambda f: f.gemma("a", "", "model-00001-of-00001.safetensors x.safetensors"), "1 weight files and 1 of 1"),
+    (ROOT, lambda f: f.gemma("gemma", "tokenizer.json"), "no tokenizer"),
+    (ROOT, lambda f: f.gemma("gemma", "config.json"), "config.json"),
+    (ROOT, lambda f: f.within(f.magic("gemma/gemma.gguf", b"GGUF")), "config.json"),
+    (ROOT, lambda f: f.smaller("gemma-3-4b"), "has hidden_size"),
+    (SPATIAL, lambda f: "upsampler.safetensors", "no such file"),
+    (SPATIAL, lambda f: f.pickle("upsampler.pth"), "a pickle"),
+    (SPATIAL, lambda f: f.copy("a.safetensors", f.tiny.temporal_upsampler), "wanted a spatial latent upsampler"),
+    (SPATIAL, lambda f: f.cut(f"models/{PUBLISHED['spatial']}", f.tiny.spatial_upsampler), "truncated?"),
+]
+CASES_OF_2_5: list[Case] = [
+    (CHECKPOINT, lambda f: f.cut(f"ltx/{RELEASE_FILES[LATER]['distilled']}", f.split.distilled), "truncated?"),
+    (CHECKPOINT, lambda f: f.nvfp4(DECODER), "weights in nvfp4, which this toolkit does not read"),
+    (ROOT, lambda f: f.gemma("gemma"), "in one file"),
+    (ROOT, lambda f: f.copy("a.safetensors", f.split.video_vae), "got the"),
+    (ROOT, lambda f: f.cut("a.safetensors", f.split.text_encoder), "trunc"),
+    (VIDEO, lambda f: "vae.safetensors", "no such file"),
+    (VIDEO, lambda f: f.cut(RELEASE_FILES[LATER]["video_vae"], f.split.video_vae), "truncated?"),
+    (VIDEO, lambda f: f.copy("a.safetensors", f.split.audio_vae), "the audio VAE"),
+    (AUDIO, lambda f: f.pickle("vae.pt"), "a pickle"),
+    (SPATIAL, lambda f: f.copy("ltx-2.3-up.safetensors", f.tiny.spatial_upsampler), "is of LTX 2.3 by its name"),
+    (HEAD, lambda f: "head.safetensors", "no such file"),
+    (HEAD, lambda f: f.copy("a.safetensors", f.split.video_vae), "wanted a duration head"),
+]
 
 
-def _plain() -> Path:
-    save_file({"proj_in.weight": torch.zeros(2)}, "plain.safetensors")
-    return Path("plain.safetensors")
+def names_of(cases: list[Case]) -> list[str]:
+    return [f"{number} {flag} {words}" for number, (flag, _, words) in enumerate(cases)]
 
 
-def _folder(name: str) -> str:
-    Path(name).mkdir()
-    Path(name, "README.md").write_text("weights")
-    return name
-
-
-def ran(capsys, words: list[str]) -> tuple[int, str]:
+def ended(capsys, words: list[str]) -> tuple[int, str]:
     capsys.readouterr()
     try:
         errors.run(lambda: dispatch(words))
     except SystemExit as end:
         return end.code or 0, capsys.readouterr().err
     return 0, ""
+
+
+def prepared(capsys, values: dict, *words: str) -> tuple[int, str]:
+    """The exit code and the error of a dry run of prepare."""
+    typed = [str(word) for pair in values.items() for word in pair]
+    return ended(capsys, ["prepare", "--dry-run", *SIZE, *typed, *words])
 
 
 def downloaded(monkeypatch, command: str) -> str:
@@ -278,20 +240,13 @@ def downloaded(monkeypatch, command: str) -> str:
     return folder if words[3] == "--local-dir" else str(Path(folder, words[3]))
 
 
-def check(capsys, monkeypatch, home: Path, values: dict, flag: str, said: str, words: list) -> None:
+def check(capsys, monkeypatch, home: Path, values: dict, flag: str, message: str) -> None:
     """Run a command that errs, then what its error prints, then the command again."""
-
-    def ran_with(values: dict[str, object]) -> tuple[int, str]:
-        typed = [word for pair in values.items() for word in map(str, pair)]
-        size = "--height 64 --width 64 --num-frames 9 --recipe distilled --tp-degree 1"
-        return ran(capsys, ["prepare", "--profile", "cpu", "--dry-run", *typed, *size.split(), *words])
-
+    options = "--recipe", "distilled", "--two-stage"
     before = {path for path in home.rglob("*") if path.is_file()}
-    code, error = ran_with(values)
-    assert code == 2 and said in error, error
-    assert f"nearest: {values[flag]})" not in error
-    commands = re.findall(r"hf download .+", error)
-    assert commands, error
+    code, error = prepared(capsys, values, *options)
+    assert code == 2 and message in error and f"nearest: {values[flag]})" not in error, error
+    assert (commands := re.findall(r"hf download .+", error)), error
     typed = re.search(r"type (--[\w-]+) (?!FILE)([^;\s]+)$", error, re.MULTILINE)
     for command in commands:
         value = downloaded(monkeypatch, command)
@@ -300,8 +255,8 @@ def check(capsys, monkeypatch, home: Path, values: dict, flag: str, said: str, w
             assert Path(value) == Path(values[flag])  # in its place: the very same command
         if typed and not whole:
             assert (typed[1], typed[2]) == (flag, value)
-        code, error_after = ran_with({CHECKPOINT: value} if whole else values | {flag: value})
-        assert code == 0, (command, error_after)
+        repaired = {CHECKPOINT: value} if whole else values | {flag: value}
+        assert prepared(capsys, repaired, *options) == (0, ""), command
     assert all(path.is_file() for path in before)  # nothing is lost
 
 
@@ -329,52 +284,20 @@ def check(capsys, monkeypatch, home: Path, values: dict, flag: str, said: str, w
     "weights/model_files.py:text_encoder: hf download",
     "weights/tensorfile.py:__init__: hf download",
 )
-@pytest.mark.parametrize("name", CASES)
-def test_what_a_printed_command_downloads_is_taken(name, home, tiny, split, capsys, monkeypatch):
-    flag, make, said = CASES[name]
+@pytest.mark.parametrize(("flag", "make", "message"), CASES, ids=names_of(CASES))
+def test_what_a_printed_command_downloads_is_taken(flag, make, message, home, tiny, split, capsys, monkeypatch):
     values = {CHECKPOINT: tiny.checkpoint, ROOT: tiny.gemma_root, SPATIAL: tiny.spatial_upsampler}
-    values[flag] = make(Files(tiny, split))
-    check(capsys, monkeypatch, home, values, flag, said, ["--two-stage"])
-
-
-VIDEO, AUDIO, HEAD = "--video-vae-path", "--audio-vae-path", "--duration-head-path"
-VAE = RELEASE_FILES[LATER]["video_vae"]
-CASES_OF_2_5: dict[str, tuple[str, Callable[[Files], str], str]] = {
-    "the transformer, cut": (
-        CHECKPOINT,
-        lambda f: f.cut(f"ltx/{RELEASE_FILES[LATER]['distilled']}", f.split.distilled),
-        "truncated?",
-    ),
-    "the transformer in nvfp4": (
-        CHECKPOINT,
-        lambda f: f.nvfp4("ltx-2.5-22b-distilled-transformer-nvfp4.safetensors"),
-        "weights in nvfp4, which this toolkit does not read",
-    ),
-    "Gemma 3's folder": (ROOT, lambda f: f.gemma("gemma"), "in one file"),
-    "a VAE as text encoder": (ROOT, lambda f: f.copy("a.safetensors", f.split.video_vae), "got the"),
-    "the text encoder, cut": (ROOT, lambda f: f.cut("a.safetensors", f.split.text_encoder), "trunc"),
-    "no video VAE": (VIDEO, lambda f: "vae.safetensors", "no such file"),
-    "the video VAE, cut": (VIDEO, lambda f: f.cut(VAE, f.split.video_vae), "truncated?"),
-    "the other VAE": (VIDEO, lambda f: f.copy("a.safetensors", f.split.audio_vae), "the audio VAE"),
-    "the VAE as pickle": (AUDIO, lambda f: f.pickle("vae.pt"), "a pickle"),
-    "LTX-2.3's upsampler": (
-        SPATIAL,
-        lambda f: f.copy("ltx-2.3-up.safetensors", f.tiny.spatial_upsampler),
-        "is of LTX 2.3 by its name",
-    ),
-    "no duration head": (HEAD, lambda f: "head.safetensors", "no such file"),
-    "a VAE as duration head": (HEAD, lambda f: f.copy("a.safetensors", f.split.video_vae), "wanted a duration head"),
-}
+    check(capsys, monkeypatch, home, values | {flag: make(Files(tiny, split))}, flag, message)
 
 
 @runs("weights/checkpoint.py:_parse: hf download")
-@pytest.mark.parametrize("name", CASES_OF_2_5)
-def test_of_ltx_2_5_what_a_printed_command_downloads_is_taken(name, home, tiny, split, capsys, monkeypatch):
-    flag, make, said = CASES_OF_2_5[name]
+@pytest.mark.parametrize(("flag", "make", "message"), CASES_OF_2_5, ids=names_of(CASES_OF_2_5))
+def test_of_ltx_2_5_what_a_printed_command_downloads_is_taken(
+    flag, make, message, home, tiny, split, capsys, monkeypatch
+):
     values = {CHECKPOINT: split.distilled, ROOT: split.text_encoder, VIDEO: split.video_vae}
     values |= {AUDIO: split.audio_vae, SPATIAL: split.spatial_upsampler, HEAD: split.duration_head}
-    values[flag] = make(Files(tiny, split))
-    check(capsys, monkeypatch, home, values, flag, said, ["--two-stage"])
+    check(capsys, monkeypatch, home, values | {flag: make(Files(tiny, split))}, flag, message)
 
 
 @pytest.mark.parametrize("kind", [VIDEO, AUDIO, ROOT])
@@ -382,13 +305,11 @@ def test_a_transformer_of_2_5_alone_names_the_download_of_its_parts(kind, home, 
     values = {CHECKPOINT: Files(tiny, split).copy("mine.safetensors", split.distilled)}
     values |= {ROOT: split.text_encoder, VIDEO: split.video_vae, AUDIO: split.audio_vae}
     del values[kind]
-    typed = [word for pair in values.items() for word in map(str, pair)]
-    size = "--height 64 --width 64 --num-frames 9 --recipe distilled --tp-degree 1 --profile cpu"
-    words = ["prepare", "--dry-run", *size.split(), *typed]
-    code, error = ran(capsys, words)
+    code, error = prepared(capsys, values, "--recipe", "distilled")
     assert code == 2 and f"Type {kind} FILE" in error, error
     (command,) = re.findall(r"hf download .+", error)
-    assert ran(capsys, [*words, kind, downloaded(monkeypatch, command)]) == (0, "")
+    values[kind] = downloaded(monkeypatch, command)
+    assert prepared(capsys, values, "--recipe", "distilled") == (0, "")
 
 
 @runs(
@@ -397,26 +318,22 @@ def test_a_transformer_of_2_5_alone_names_the_download_of_its_parts(kind, home, 
     "weights/lora.py:_missing: hf download",
 )
 @pytest.mark.parametrize(
-    "recipe, flag, said",
+    ("recipe", "flag", "lora", "message"),
     [
-        ("distilled", "--lora", "no such file"),
-        ("dev", "--distilled-lora", "needs --distilled-lora"),
-        ("distilled", "--lora", "is of LTX 2.5.0, but the checkpoint is of LTX-2.3"),
+        ("distilled", "--lora", PUBLISHED["lora"], "no such file"),
+        ("dev", "--distilled-lora", "", "needs --distilled-lora"),
+        ("distilled", "--lora", "a.safetensors", "is of LTX 2.5.0, but the checkpoint is of LTX-2.3"),
     ],
-    ids=["a published one, missing", "none for stage 2", "of another release"],
 )
-def test_the_lora_that_a_printed_command_downloads_is_taken(recipe, flag, said, home, tiny, capsys, monkeypatch):
-    size = "--height 64 --width 64 --num-frames 9 --two-stage --tp-degree 1 --profile cpu"
-    words = ["prepare", "--dry-run", *size.split(), "--recipe", recipe, SPATIAL]
-    words += [*map(str, (tiny.spatial_upsampler, CHECKPOINT, tiny.checkpoint))]
-    words += [ROOT, str(tiny.gemma_root)]
-    if "2.5.0" in said:
-        save_file({"x.lora_A.weight": torch.zeros(2, 2)}, "a.safetensors", {"model_version": "2.5.0"})
-    typed = {"no such file": [flag, PUBLISHED["lora"]], "needs --distilled-lora": []}
-    code, error = ran(capsys, [*words, *typed.get(said, [flag, "a.safetensors"])])
-    assert code == 2 and said in error, error
+def test_the_lora_that_a_printed_command_downloads_is_taken(
+    recipe, flag, lora, message, home, tiny, capsys, monkeypatch
+):
+    save_file({"x.lora_A.weight": torch.zeros(2, 2)}, "a.safetensors", {"model_version": "2.5.0"})
+    values = {SPATIAL: tiny.spatial_upsampler, CHECKPOINT: tiny.checkpoint, ROOT: tiny.gemma_root, "--recipe": recipe}
+    code, error = prepared(capsys, values | ({flag: lora} if lora else {}), "--two-stage")
+    assert code == 2 and message in error, error
     (command,) = re.findall(r"hf download .+", error)
-    assert ran(capsys, [*words, flag, downloaded(monkeypatch, command)]) == (0, "")
+    assert prepared(capsys, values | {flag: downloaded(monkeypatch, command)}, "--two-stage") == (0, "")
 
 
 @runs("hub.py:_download: hf download", "hub.py:local_path: hf download")
@@ -428,12 +345,3 @@ def test_the_command_for_a_machine_without_network_fills_the_cache(home, monkeyp
     downloaded(monkeypatch, command)
     with no_downloads():
         assert local_path(name, kind).exists()
-
-
-def test_the_nearest_path_is_another_one(tmp_path):
-    (tmp_path / "gemma").write_text("")
-    (tmp_path / "gemma-3").mkdir()
-    (tmp_path / "link.safetensors").symlink_to(tmp_path / "absent")
-    assert nearest(tmp_path / "gemm") == f" (nearest: {tmp_path}/gemma)"
-    assert nearest(tmp_path / "gemma") == ""
-    assert nearest(tmp_path / "link.safetensors") == ""

@@ -1,22 +1,17 @@
-"""Every command that an error, a hint or a page prints is run by a test on the case that provokes
-it, or is listed here with the reason why it is not. The commands are collected from the code
-(test/printed.py): a new one fails here until a test has its mark.
+"""Every command that an error, a hint or a page prints is run by a test that has its mark, or is in a list here.
 
-    from printed import runs
+The commands are collected from the code (test/printed.py): a new one fails here. A mark names one place:
 
     @runs("host/media.py:video_size: ffmpeg")
     def test_a_video_of_other_sides_is_taken_after_the_command_that_the_error_prints(...)
-
-A mark names one place. What pip installs is the exception: its test collects the commands itself.
 """
 
 import re
 import shlex
 import subprocess
 import tomllib
-from itertools import chain
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 from unittest import mock
 
 import pytest
@@ -26,7 +21,6 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from printed import marked, printed, runs
 
-from ltx_neuron import errors
 from ltx_neuron.backends import environment
 from ltx_neuron.command_line import Parser
 from ltx_neuron.commands import VERBS, dispatch
@@ -39,122 +33,65 @@ from ltx_neuron.tune.search import check_layers
 from unit.project import test_docs
 from unit.project.test_docs import PAGES, PROGRAM, commands
 
-# Why no test here can run them -> the commands.
-NOT_RUN = {
-    "of a Neuron compiler's environment": ["backends/nxd/compile.py:set_environment: unset"],
-    "of Neuron's own compiler": ["backends/nki.py:-: --profile-set attention="],
-    "after torch-neuronx's own choice, or the system's messages": [
-        "backends/torchdist/compiled.py:group_names: --profile-set context_parallel="
-    ],
-    "after an exchange of real chips that differs": [
-        "doctor/groups.py:-: --profile-set context_parallel=",
-        "doctor/groups.py:-: ltx-neuron doctor",
-    ],
-    "of a machine with chips or GPUs": [
-        "config/profiles.py:require_runtime: --profile",
-        "config/profiles.py:require_runtime: --tp-degree",
-    ],
-    "of a machine with chips that fit no profile": [
-        "config/profiles.py:detect: --profile",
-        "config/profiles.py:detect: ltx-neuron doctor",
-    ],
-    "of ranks that a tiny model has no heads for: test_profiles.py": [
-        "config/profiles.py:check_degree: --tp-degree",
-        "config/profiles.py:check_cores: --tp-degree",
-    ],
-    "of a file of more than 1000 frames a second": ["sampling/size.py:check: --frame-rate"],
-    "of a model that does not fit a chip: test_plan.py has the table": [
-        "plan/__init__.py:check_fits: --profile-set resident=",
-        "plan/__init__.py:check_fits: --tp-degree",
-        "plan/__init__.py:check_text_fits: --tp-degree",
-        "plan/__init__.py:does_not_fit: ltx-neuron plan",
-    ],
-    "measures a chip": ["plan/clip.py:_step_ms: ltx-neuron tune", "artifacts/tuned_settings.py:load: ltx-neuron tune"],
-    "of the layouts of chips": ["plan/table.py:layout_table: --profile"],
-    "of a chip's memory": [
-        "doctor/checks.py:check_memory: ltx-neuron plan",
-        "doctor/checks.py:can_run: ltx-neuron plan",
-    ],
-    "of a cluster of Ray's; test/slow/test_fleet.py starts one": [
-        "fleet/batch.py:generate_batch: --num-frames",
-        "fleet/cluster.py:check_cores: unset",
-        "fleet/cluster.py:connected: --ray",
-        "fleet/cluster.py:connected: ray start",
-        "fleet/cluster.py:too_small: ray start",
-    ],
-    "asks for a person's token": [
-        "artifacts/store.py:-: hf auth",
-        "config/common.py:gemma_download: hf auth",
-        "hub.py:_as_user_errors: hf auth",
-    ],
-    "asks for a person's keys": ["artifacts/store.py:-: aws configure"],
-    "names a larger disk": [
-        "hub.py:_download: hf_home",
-        "hub.py:_as_user_errors: hf_home",
-        "doctor/checks.py:host: --artifacts-dir",
-    ],
-    "takes a command out of a message": ["doctor/checks.py:examine: ltx-neuron doctor"],
-    "names what writes such a file": [
-        "engine/resume.py:_check_identity: ltx-neuron generate",
-        "report/table.py:_how_to_make: ltx-neuron generate",
-    ],
-    "sends the examples that test_openapi.py sends": ["service/reference.py:_example: curl"],
-    "names another folder": ["service/database.py:__init__: --data-dir"],
-    "names the program alone: which permission is missing is the owner's": ["errors.py:-: chmod"],
-    "shows the system's messages": ["errors.py:-: dmesg"],
-    "of a machine without a network": ["hub.py:_as_user_errors: unset", "hub.py:_as_user_errors: hf download"],
-    "reads a tensor and prints no command": ["backends/ranks.py:broken_latents: hf download"],
-    "repairs a Neuron driver, its packages, cores or chips": [
-        "backends/neuron_errors.py:-: export",
-        "backends/neuron_errors.py:-: ltx-neuron plan",
-        "backends/neuron_errors.py:-: ltx-neuron verify",
-        "backends/neuron_errors.py:-: neuron-ls",
-        "backends/neuron_errors.py:-: sudo modprobe",
-        "backends/neuron_errors.py:-: sudo reboot",
-        "backends/neuron_errors.py:-: sudo tee",
-        "backends/neuron_errors.py:-: unset",
-        "doctor/neuron.py:-: export",
-        "doctor/neuron.py:-: sudo apt-get",
-        "doctor/neuron.py:-: sudo modprobe",
-        "doctor/neuron.py:cores: --tp-degree",
-        "doctor/neuron.py:cores: kill",
-        "doctor/neuron.py:cores: unset",
-        "doctor/neuron.py:libraries: sudo apt-get",
-        "doctor/neuron.py:lnc: export",
-        "doctor/neuron.py:lnc: sudo tee",
-        "doctor/neuron.py:lnc: unset",
-        "doctor/neuron.py:sdk_packages: sudo apt-get",
-    ],
-}
+# Places whose commands no test here can run, and why; FILE: * are all of a file's
+NOT_RUN = """\
+backends/nxd/compile.py:set_environment: unset <- of a Neuron compiler's environment
+backends/nki.py:-: --profile-set attention= <- of Neuron's own compiler
+backends/torchdist/compiled.py:group_names: --profile-set context_parallel= <- after torch-neuronx's own choice
+backends/neuron_errors.py: * <- repairs a Neuron driver, its packages, cores or chips
+doctor/neuron.py: * <- repairs a Neuron driver, its packages, cores or chips
+doctor/groups.py: * <- after an exchange of real chips that differs
+config/profiles.py:require_runtime: --profile | --tp-degree <- of a machine with chips or GPUs
+config/profiles.py:detect: --profile | ltx-neuron doctor <- of a machine with chips that fit no profile
+config/profiles.py:check_degree: --tp-degree <- of ranks that a tiny model has no heads for: test_profiles.py
+config/profiles.py:check_cores: --tp-degree <- of ranks that a tiny model has no heads for: test_profiles.py
+sampling/size.py:check: --frame-rate <- of a file of more than 1000 frames a second
+plan/__init__.py: * <- of a model that does not fit a chip: test_plan.py has the table
+plan/clip.py:_step_ms: ltx-neuron tune <- measures a chip
+plan/table.py:layout_table: --profile <- of the layouts of chips
+artifacts/tuned_settings.py:load: ltx-neuron tune <- measures a chip
+doctor/checks.py:check_memory: ltx-neuron plan <- of a chip's memory
+doctor/checks.py:can_run: ltx-neuron plan <- of a chip's memory
+doctor/checks.py:host: --artifacts-dir <- names a larger disk
+doctor/checks.py:examine: ltx-neuron doctor <- takes a command out of a message
+fleet/batch.py:generate_batch: --num-frames <- of a cluster of Ray's; test/slow/test_fleet.py starts one
+fleet/cluster.py: * <- of a cluster of Ray's; test/slow/test_fleet.py starts one
+artifacts/store.py:-: hf auth | aws configure <- asks for a person's token or keys
+config/common.py:gemma_download: hf auth <- asks for a person's token
+hub.py:_as_user_errors: hf auth | hf_home | unset | hf download <- of a gated, a full or no network
+hub.py:_download: hf_home <- names a larger disk
+service/database.py:__init__: --data-dir <- names another folder
+service/reference.py:_example: curl <- sends the examples that test_openapi.py sends
+engine/resume.py:_check_identity: ltx-neuron generate <- names what writes such a file
+report/table.py:_how_to_make: ltx-neuron generate <- names what writes such a file
+errors.py:-: chmod | dmesg <- shows the system's messages, or which permission is missing, the owner's choice
+backends/ranks.py:broken_latents: hf download <- reads a tensor and prints no command
+"""
 # Programs whose commands a test of this file collects itself, in all places.
 BY_PROGRAM = ("pip install", "pip uninstall")
 
 
-def places() -> set[str]:
-    return {each.key for each in printed()}
+def not_run() -> Iterator[str]:
+    for line in NOT_RUN.splitlines():
+        place, _, commands = line.partition(" <- ")[0].rpartition(": ")
+        if commands == "*":
+            yield from (key for key in PLACES if key.startswith(f"{place}:"))
+        yield from (f"{place}: {command}" for command in commands.split(" | ") if command != "*")
 
 
-def test_every_printed_command_is_run_by_a_test():
-    marks = {*(key for key, _ in marked()), *REMEDIES, *chain(*NOT_RUN.values())}
-    missing = sorted(key for key in places() - marks if not key.endswith(BY_PROGRAM))
+PLACES = {command.key for command in printed()}
+
+
+def test_every_printed_command_is_run_by_a_test_and_no_mark_names_one_that_is_gone():
+    listed = {*REMEDIES, *not_run()}
+    missing = sorted(key for key in PLACES - {key for key, _ in marked()} - listed if not key.endswith(BY_PROGRAM))
     assert not missing, "no test runs these; mark one with @runs(KEY):\n" + "\n".join(missing)
+    # A mark names one place: with a wildcard, a new command would be run by nobody.
+    assert [mark for mark in marked() if mark[0] not in PLACES] == [] and listed <= PLACES
+    commands = {key.partition(": ")[2] for key in PLACES}
+    assert {"ffmpeg", "hf download", "ltx-neuron shard", "pip install", "rm", "--recipe"} <= commands
+    assert len(PLACES) > 150  # the collection works
 
-
-def test_no_mark_names_a_command_that_is_gone():
-    """A mark names one place: with a wildcard, a new command would be run by nobody."""
-    named = [*marked(), *((key, "a list here") for key in (*REMEDIES, *chain(*NOT_RUN.values())))]
-    assert [each for each in named if each[0] not in places()] == []
-
-
-def test_commands_of_every_kind_are_collected():
-    found = {key.partition(": ")[2] for key in places()}
-    assert {"ffmpeg", "hf download", "ltx-neuron shard", "pip install", "rm", "--recipe"} <= found
-    assert len(places()) > 150
-    docstring = Path(errors.__file__).read_text()
-    assert "ffmpeg" not in docstring
-
-
-# --- flags ----------------------------------------------------------------------------------------
 
 QUICK_SIZE = "--height", 64, "--width", 64, "--num-frames", 9, "--profile-set", QUICK[0]
 COMMON = {
@@ -167,116 +104,81 @@ COMMON = {
 }
 SIZE = {"--height": "64", "--width": "64", "--num-frames": "9"}
 JOB = {"--recipe": "distilled", **SIZE, "--prompt": "rain", "--output-path": "{out}/a.mp4"}
-# The flag that an error or a hint says to type -> the command that provokes it. ~ leaves a flag of
+# The flag that an error or a hint says to type <- the command that provokes it. ~ leaves a flag of
 # JOB out. => has what to type where the message leaves it to the reader ("a smaller one").
-REMEDIES = {
-    "config/common.py:check_heads: --tp-degree": "generate --tp-degree 3",
-    "commands/prepare.py:jobs_of: --num-frames": (
-        "prepare --checkpoint-path {split} ~--gemma-root ~--num-frames --auto-duration 1 2"
-    ),
-    "flags/__init__.py:workspace: --gemma-root": "generate ~--gemma-root",
-    "flags/__init__.py:_guidance_settings: --guidance": (
-        "generate --recipe dev --guidance video_cfg => --guidance video_cfg=3"
-    ),
-    "commands/shard.py:main: --checkpoint-path": "shard ~--checkpoint-path",
-    "host/facts.py:read_media: --lora": ("generate ~--num-frames --two-stage --reference-video {film}"),
-    "engine/outputs.py:check: --output-path": "generate ~--output-path",
-    "engine/outputs.py:check_batch: --output-dir": ("batch ~--prompt ~--output-path --prompts-file {prompts}"),
-    "host/encode_inputs.py:_too_short: --audio-start-time": (
-        "generate --audio-path {sound} --audio-start-time 0.4 => --audio-start-time 0"
-    ),
-    "host/encode_inputs.py:_too_short: --num-frames": ("generate --num-frames 25 --audio-path {sound}"),
-    "host/video.py:check_output_path: --output-path": ("generate --recipe dev --sound-only ~--height ~--width"),
-    "host/video.py:check_output_path: --sound-only": (
-        "generate --output-path {out}/a.wav => --sound-only --recipe dev"
-    ),
-    "host/duration.py:duration_head_spec: --num-frames": (
-        "generate ~--num-frames --auto-duration 1 2 --duration-head-path {head}"
-        " => ~--auto-duration ~--duration-head-path --num-frames 9"
-    ),
-    "sampling/rules.py:-: --ic-lora": "generate --reference-audio {sound}",
-    "job.py:check: --prompt": "generate --prompt ' '",
-    "engine/preflight.py:check_distilled_loras: --lora": (
-        "generate --distilled-lora {lora} 1 => ~--distilled-lora --lora {lora}"
-    ),
-    "engine/preflight.py:check_guidance_groups: --profile-set guidance_parallel=": (
-        "generate --profile-set guidance_parallel=2"
-    ),
-    "config/profiles.py:resolve: --profile": "generate --profile gpu => --profile cpu",
-    "config/profiles.py:_check: --profile-set backend=": (
-        "plan --profile trn2.3xlarge --profile-set backend=nxd --profile-set guidance_parallel=2"
-    ),
-    "sampling/conditions.py:check: --end-time": (
-        "generate ~--height ~--width ~--num-frames --video-path {film} --start-time 0 --end-time 9"
-    ),
-    "sampling/extension.py:check: --num-frames": (
-        "generate ~--height ~--width --num-frames 121 --video-path {film} --extend 1"
-    ),
-    "sampling/rules.py:-: --nag-scale": "generate --negative-prompt blurry",
-    "sampling/rules.py:-: --recipe": "generate --video-cfg-guidance-scale 3",
-    "sampling/inputs.py:check_inputs: --stage-2-ic-lora": (
-        "generate --two-stage --height 128 --width 128 --ic-lora {lora} --video-conditioning {film} 1"
-        " --tile --tile-height 64 --tile-width 64"
-    ),
-    "weights/model_files.py:text_encoder: --gemma-root": "generate --checkpoint-path {split}",
-    "sampling/inputs.py:check_strengths: --distilled-lora": (
-        "generate --recipe dev --two-stage --distilled-lora {lora} 1"
-        " --distilled-lora-strength-stage-1 0.5 => --distilled-lora {lora}"
-    ),
-}
-
-
-class Paths(NamedTuple):
-    """The files of the commands."""
-
-    ckpt: Path
-    gemma: Path
-    lora: Path
-    split: Path
-    head: Path
-    film: Path
-    sound: Path
-    prompts: Path
-    out: Path
+TYPED = """\
+config/common.py:check_heads: --tp-degree <- generate --tp-degree 3
+commands/prepare.py:jobs_of: --num-frames <- prepare --checkpoint-path {split} ~--gemma-root ~--num-frames \
+    --auto-duration 1 2
+flags/__init__.py:workspace: --gemma-root <- generate ~--gemma-root
+flags/__init__.py:_guidance_settings: --guidance video_cfg= <- generate --recipe dev --guidance 3
+flags/__init__.py:_guidance_settings: --guidance <- generate --recipe dev --guidance video_cfg => --guidance \
+    video_cfg=3
+commands/shard.py:main: --checkpoint-path <- shard ~--checkpoint-path
+host/facts.py:read_media: --lora <- generate ~--num-frames --two-stage --reference-video {film}
+engine/outputs.py:check: --output-path <- generate ~--output-path
+engine/outputs.py:check_batch: --output-dir <- batch ~--prompt ~--output-path --prompts-file {prompts}
+host/encode_inputs.py:_too_short: --audio-start-time <- generate --audio-path {sound} --audio-start-time 0.4 => \
+    --audio-start-time 0
+host/encode_inputs.py:_too_short: --num-frames <- generate --num-frames 25 --audio-path {sound}
+host/video.py:check_output_path: --output-path <- generate --recipe dev --sound-only ~--height ~--width
+host/video.py:check_output_path: --sound-only <- generate --output-path {out}/a.wav => --sound-only --recipe dev
+host/duration.py:duration_head_spec: --num-frames <- generate ~--num-frames --auto-duration 1 2 --duration-head-path \
+    {head} => ~--auto-duration ~--duration-head-path --num-frames 9
+sampling/rules.py:-: --ic-lora <- generate --reference-audio {sound}
+job.py:check: --prompt <- generate --prompt ' '
+engine/preflight.py:check_distilled_loras: --lora <- generate --distilled-lora {lora} 1 => ~--distilled-lora --lora \
+    {lora}
+engine/preflight.py:check_guidance_groups: --profile-set guidance_parallel= <- generate --profile-set \
+    guidance_parallel=2
+config/profiles.py:resolve: --profile <- generate --profile gpu => --profile cpu
+config/profiles.py:_check: --profile-set backend= <- plan --profile trn2.3xlarge --profile-set backend=nxd \
+    --profile-set guidance_parallel=2
+sampling/conditions.py:check: --end-time <- generate ~--height ~--width ~--num-frames --video-path {film} \
+    --start-time 0 --end-time 9
+sampling/extension.py:check: --num-frames <- generate ~--height ~--width --num-frames 121 --video-path {film} \
+    --extend 1
+sampling/rules.py:-: --nag-scale <- generate --negative-prompt blurry
+sampling/rules.py:-: --recipe <- generate --video-cfg-guidance-scale 3
+sampling/inputs.py:check_inputs: --stage-2-ic-lora <- generate --two-stage --height 128 --width 128 --ic-lora {lora} \
+    --video-conditioning {film} 1 --tile --tile-height 64 --tile-width 64
+weights/model_files.py:text_encoder: --gemma-root <- generate --checkpoint-path {split}
+sampling/inputs.py:check_strengths: --distilled-lora <- generate --recipe dev --two-stage --distilled-lora {lora} 1 \
+    --distilled-lora-strength-stage-1 0.5 => --distilled-lora {lora}
+"""
+REMEDIES = dict(line.split(" <- ") for line in TYPED.splitlines())
 
 
 @pytest.fixture(scope="module")
-def paths(tiny, split, tmp_path_factory) -> Paths:
+def paths(tiny, split, tmp_path_factory) -> dict[str, Path]:
+    """The files of the commands."""
     folder = tmp_path_factory.mktemp("printed")
     made_film(folder / "film.mp4", 25, 64, 64)
     stored = (tone(48000, 0.5) * 2**15).short().T.reshape(1, -1).contiguous().numpy()
     write_sound(folder / "sound.wav", stored, 48000, "pcm_s16le", "stereo", "s16")
     (folder / "prompts.jsonl").write_text('{"prompt": "rain"}\n')
     (folder / "out").mkdir()
-    names = "film.mp4", "sound.wav", "prompts.jsonl", "out"
-    own = (folder / name for name in names)
+    own = {path.stem: path for path in folder.iterdir()}
     head = split.folder / RELEASE_FILES["Lightricks/LTX-2.5"]["duration_head"]
-    return Paths(tiny.checkpoint, tiny.gemma_root, tiny.lora, split.folder, head, *own)
+    model = {"ckpt": tiny.checkpoint, "gemma": tiny.gemma_root, "lora": tiny.lora}
+    return own | model | {"split": split.folder, "head": head}
 
 
-def command_of(line: str, paths: Paths) -> tuple[list[str], list[str]]:
+def command_of(line: str, paths: dict[str, Path]) -> tuple[list[str], list[str]]:
     """A verb's words, and what REMEDIES has behind =>."""
-    typed, _, given = line.partition(" => ")
+    typed, _, remedy = line.partition(" => ")
     verb, *words = shlex.split(typed)
     left_out = {word[1:] for word in words if word[0] == "~"}
     words = [word for word in words if word[0] != "~"]
-    own = {word for word in words if word.startswith("--")} | left_out
-    defaults = dict(COMMON)
-    if verb in ("generate", "prepare", "batch"):
-        defaults |= JOB
-    elif verb in ("tune", "plan"):
-        defaults |= SIZE
-    if verb in ("shard", "tune"):
-        defaults.pop("--gemma-root")
-    if verb == "prepare":
-        defaults.pop("--prompt"), defaults.pop("--output-path")
-    more = [word for pair in defaults.items() if pair[0] not in own for word in pair]
+    defaults = COMMON | (JOB if verb in ("generate", "prepare", "batch") else SIZE if verb in ("tune", "plan") else {})
+    left_out |= {"shard": {"--gemma-root"}, "prepare": {"--prompt", "--output-path"}}.get(verb, set())
+    defaults = {flag: value for flag, value in defaults.items() if flag not in left_out | {*words}}
     verbs = ["shard", "transformer"] if verb == "shard" else [verb]
-    all_words = [word.format(**paths._asdict()) for word in (*verbs, *words, *more)]
-    return all_words, [word.format(**paths._asdict()) for word in shlex.split(given)]
+    typed = [*verbs, *words, *(word for pair in defaults.items() for word in pair)]
+    return [word.format(**paths) for word in typed], [word.format(**paths) for word in shlex.split(remedy)]
 
 
-def said_by(words: list[str], capsys) -> str:
+def printed_by(words: list[str], capsys) -> str:
     """What a command prints until it is refused, or would begin its work."""
     refused = ""
     try:
@@ -298,38 +200,34 @@ def applied(words: list[str], remedy: list[str]) -> list[str]:
     return [*kept, *(word for word in remedy if word[0] != "~")]
 
 
-def remedy_in(said: str, flag: str, paths: Paths) -> list[str]:
+def remedy_in(message: str, flag: str, paths: dict[str, Path]) -> list[str]:
     """The flag that a message says to type, with its value."""
-    found = re.search(
+    sentence = re.search(
         rf"[Tt]ype (?:for example |at most )?{flag}(?:[ ]with one of|[ ]with at most|[ ]with)?"
         r"((?: (?!-|or\b|as\b|\()(?:'[^']*'|[^\s,;]+))?)",
-        said,
+        message,
     )
-    assert found, said
-    examples = {"PATH": paths.lora, "FILE": paths.ckpt, "DIR": paths.gemma, "N": 9}
-    if flag == "--gemma-root" and "in one file" in said:
-        examples["FILE"] = next((paths.split / "text_encoders").glob("*.safetensors"))
-    words = shlex.split(found[1].rstrip("."))
-    return [flag, *(str(examples.get(word, word)) for word in words)]
+    assert sentence, message
+    examples = {"PATH": paths["lora"], "FILE": paths["ckpt"], "DIR": paths["gemma"], "N": 9}
+    if flag == "--gemma-root" and "in one file" in message:
+        examples["FILE"] = next((paths["split"] / "text_encoders").glob("*.safetensors"))
+    return [flag, *(str(examples.get(word, word)) for word in shlex.split(sentence[1].rstrip(".")))]
 
 
 @pytest.mark.parametrize("key", REMEDIES)
 def test_a_command_with_the_flag_that_its_error_names_is_not_refused_so_again(key, paths, capsys, monkeypatch):
-    monkeypatch.chdir(paths.out)
-    words, given = command_of(REMEDIES[key], paths)
-    said = said_by(words, capsys)
-    provoked = [e for e in printed() if e.key == key and e.pattern.search(plain(said))]
-    assert provoked, said
+    monkeypatch.chdir(paths["out"])
+    words, remedy = command_of(REMEDIES[key], paths)
+    message = printed_by(words, capsys)
+    provoked = [command for command in printed() if command.key == key and command.pattern.search(plain(message))]
+    assert provoked, message
     flag = key.partition(": ")[2].split()[0]
-    again = said_by(applied(words, given or remedy_in(said, flag, paths)), capsys)
-    assert not [each for each in provoked if each.pattern.search(plain(again))], again
+    again = printed_by(applied(words, remedy or remedy_in(message, flag, paths)), capsys)
+    assert not [command for command in provoked if command.pattern.search(plain(again))], again
 
 
-def plain(said: str) -> str:
-    return re.sub(r"\s+", " ", said)
-
-
-# --- commands of ltx-neuron -----------------------------------------------------------------------
+def plain(message: str) -> str:
+    return re.sub(r"\s+", " ", message)
 
 
 class Taken(Exception):
@@ -434,17 +332,14 @@ def test_a_service_for_other_machines_is_taken_with_the_token_that_is_printed(ti
     assert Tokens.load(tmp_path / "empty.json").hashes
 
 
-# --- commands of other programs -------------------------------------------------------------------
-
-
 def test_what_pip_is_told_to_install_is_there_to_be_installed():
     """And, of a package that this project wants, a version that it takes."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *(each for extra in extras.values() for each in extra)]
-    own = {each.name: each.specifier for each in map(Requirement, wanted)}
+    wanted = [*project["dependencies"], *(package for extra in extras.values() for package in extra)]
+    own = {package.name: package.specifier for package in map(Requirement, wanted)}
     pins = dict(re.findall(r"^([\w-]+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.M))
-    sentences = {each.text for each in printed() if ": pip install" in each.key}
+    sentences = {command.text for command in printed() if ": pip install" in command.key}
     lines = [line for text in sentences for line in re.findall(r"pip install ([^;)\n]+)", text)]
     shown = [shlex.split(line) for line in lines if "…" not in line]
     shown += [words[2:] for page in PAGES for words in commands(page) if words[0] == "pip"]
@@ -459,7 +354,7 @@ def test_what_pip_is_told_to_install_is_there_to_be_installed():
             known = own.get(needed.name) or SpecifierSet(f"=={pins.get(needed.name)}")
             assert version in known or needed.specifier == known, word
     local = [word for words in shown for word in words if word.startswith(".[")]
-    assert local and all({*each[2:-1].split(",")} <= extras.keys() for each in local)
+    assert local and all({*word[2:-1].split(",")} <= extras.keys() for word in local)
 
 
 @runs("backends/environment.py:cores: unset", "backends/environment.py:cores: export")

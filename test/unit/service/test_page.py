@@ -1,5 +1,4 @@
-"""The page at / without a browser: what is served, that it asks no other site, and the session
-cookie by which it uses the API."""
+"""The page at / without a browser: its files ask no other site, and its session cookie stands for a token."""
 
 import json
 import re
@@ -11,11 +10,11 @@ import pytest
 pytest.importorskip("fastapi", reason="the extra is not installed: pip install -e .[serve]")
 
 from conftest import ROOT
-from service_app import FORM, MOST_BODY, SIZE, Got, Sent, form, get, opened
 
 from ltx_neuron.service import page
 from ltx_neuron.service.fields import KNOWN
 from ltx_neuron.service.picture import FORMATS
+from unit.service.client import FORM, MOST_BODY, SIZE, VIDEOS, Got, Sent, accepted, answer_of, form, get, opened, send
 
 HOST = b"127.0.0.1:8000"
 OWN, EVIL = b"http://" + HOST, b"http://evil.example"
@@ -25,11 +24,8 @@ WEB = Path(page.__file__).parent / "web"
 
 @pytest.fixture
 def service(tmp_path):
-    with opened(tmp_path, page=True) as made:
-        yield made
-
-
-# --- the files ------------------------------------------------------------------------------------
+    with opened(tmp_path, page=True) as service:
+        yield service
 
 
 def test_the_page_and_its_files_name_no_other_site_and_run_no_other_script(service):
@@ -71,29 +67,25 @@ def test_without_a_token_the_page_shows_nothing_of_the_service_but_its_schema(se
     assert not {"/", "/session"} & described["paths"].keys()
 
 
-# --- the session ----------------------------------------------------------------------------------
-
-
 def signed_in(service, **headers) -> bytes:
     """The cookie that a browser keeps of a sign-in."""
-    got = service.ask(Sent("POST", "/session", b"", service.headers(origin=OWN, **headers)))
+    got = send(service, "POST", "/session", **{"origin": OWN} | headers)
     assert (got.status, json.loads(got.body)) == (200, {"owner": "ada"})
     return got.headers[b"set-cookie"]
 
 
-def ask(service, cookie: bytes, method: str = "GET", path: str = "/v1/videos", **headers) -> Got:
+def ask(service, cookie: bytes, method: str = "GET", path: str = VIDEOS, **headers) -> Got:
     """What the page asks: the browser adds the cookie, and the page no token."""
-    sent = {"host": HOST, "cookie": cookie.split(b";")[0]} | headers
+    sent = {"host": HOST, "cookie": cookie.split(b";")[0], "content_type": FORM} | headers
     head = tuple((name.replace("_", "-").encode(), value) for name, value in sent.items())
     body = form({"prompt": "waves", "size": SIZE}) if method == "POST" else b""
-    return service.ask(Sent(method, path, b"", (*head, (b"content-type", FORM)), body))
+    return service.ask(Sent(method, path, b"", head, body))
 
 
 def test_a_token_becomes_a_cookie_that_no_script_and_no_other_site_gets(service):
     cookie = signed_in(service).lower()
     assert b"httponly" in cookie and b"samesite=strict" in cookie and b"secure" not in cookie
-    got = service.ask(Sent("POST", "/session", b"", service.headers(origin=b"https://a", host=b"a")))
-    assert b"secure" in got.headers[b"set-cookie"].lower()
+    assert b"secure" in signed_in(service, origin=b"https://a", host=b"a").lower()
     deleted = ask(service, signed_in(service), "DELETE", "/session", origin=OWN).headers[b"set-cookie"].lower()
     assert b'ltx_session=""' in deleted and b"max-age=0" in deleted
 
@@ -101,9 +93,8 @@ def test_a_token_becomes_a_cookie_that_no_script_and_no_other_site_gets(service)
 def test_the_cookie_stands_for_its_token_in_what_the_page_asks(service, tmp_path):
     cookie = signed_in(service)
     assert ask(service, cookie, path="/session").body == b'{"owner":"ada"}'
-    video = f"/v1/videos/{json.loads(ask(service, cookie, 'POST', origin=OWN).body)['id']}"
-    listed = json.loads(get(service, "/v1/videos").body)["data"]
-    assert [f"/v1/videos/{entry['id']}" for entry in listed] == [video]
+    video = f"{VIDEOS}/{json.loads(ask(service, cookie, 'POST', origin=OWN).body)['id']}"
+    assert [f"{VIDEOS}/{entry['id']}" for entry in answer_of(service, VIDEOS)["data"]] == [video]
     assert ask(service, cookie, path=video, sec_fetch_site=b"same-origin").status == 200
     assert ask(service, cookie, "DELETE", video, origin=OWN).status == 200
     assert ask(service, b"ltx_session=ltxn_wrong").status == 401
@@ -113,40 +104,33 @@ def test_the_cookie_stands_for_its_token_in_what_the_page_asks(service, tmp_path
         assert (got.status, json.loads(got.body)) == (200, {"owner": None})
 
 
-FOREIGN = [
-    ("POST", {}),  # a request that names no page it came from
-    ("DELETE", {}),
-    ("POST", {"origin": EVIL}),
-    ("POST", {"origin": b"null"}),
-    ("POST", {"origin": b"http://127.0.0.1:9000"}),  # same site for SameSite, another port
-    ("POST", {"origin": OWN, "sec_fetch_site": b"same-site"}),
-    ("GET", {"sec_fetch_site": b"same-site"}),
-    ("GET", {"sec_fetch_site": b"cross-site"}),
-]
-
-
-@pytest.mark.parametrize("method, headers", FOREIGN)
+@pytest.mark.parametrize(
+    ("method", "headers"),
+    [
+        ("POST", {}),  # a request that names no page it came from
+        ("DELETE", {}),
+        ("POST", {"origin": EVIL}),
+        ("POST", {"origin": b"null"}),
+        ("POST", {"origin": b"http://127.0.0.1:9000"}),  # same site for SameSite, another port
+        ("POST", {"origin": OWN, "sec_fetch_site": b"same-site"}),
+        ("GET", {"sec_fetch_site": b"same-site"}),
+        ("GET", {"sec_fetch_site": b"cross-site"}),
+    ],
+)
 def test_the_cookie_is_no_token_in_what_others_have_the_browser_ask(service, method, headers):
-    cookie = signed_in(service)
-    made = json.loads(ask(service, cookie, "POST", origin=OWN).body)["id"]
-    path = f"/v1/videos/{made}" if method == "DELETE" else "/v1/videos"
+    cookie, id = signed_in(service), accepted(service)
+    path = f"{VIDEOS}/{id}" if method == "DELETE" else VIDEOS
     assert ask(service, cookie, method, path, **headers).status in (401, 403)
-    assert len(json.loads(get(service, "/v1/videos").body)["data"]) == 1
-
-
-# --- red team -------------------------------------------------------------------------------------
+    assert len(answer_of(service, VIDEOS)["data"]) == 1
 
 
 OUTSIDE = "/web/../page.py /web/.. /web//etc/passwd /web/%2e%2e/page.py /web/..\\page.py /web/ /index.html /page.py"
 
 
-@pytest.mark.parametrize("path", OUTSIDE.split())
-def test_no_path_of_the_page_leads_to_another_file(service, path):
-    got = get(service, path, b"name=../page.py")
-    assert got.status == 404 and got.error["code"] == "not_found"
-
-
-def test_a_body_sent_to_the_pages_own_routes_is_bounded(service):
+def test_no_path_of_the_page_leads_to_another_file_and_bodies_are_bounded(service):
+    for path in OUTSIDE.split():
+        got = get(service, path, b"name=../page.py")
+        assert got.status == 404 and got.error["code"] == "not_found"
     body = b"x" * (MOST_BODY + 1)
     headers = service.headers(content_length=b"%d" % len(body))
     for method, path in (("GET", "/"), ("POST", "/session")):

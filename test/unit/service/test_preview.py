@@ -1,5 +1,4 @@
-"""What a video looks like between two steps: the matrix from latents to colours, the prediction,
-and how often latents are read back."""
+"""Previews between two steps: the matrix to colours, the prediction, and how often latents are read back."""
 
 from io import BytesIO
 from types import SimpleNamespace
@@ -17,9 +16,9 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.job import Size
 from ltx_neuron.sampling.latents import patchify_video
 from ltx_neuron.service import preview
-from ltx_neuron.service.preview import Previews
+from ltx_neuron.service.preview import SECONDS, Previews
 
-STAGE = make_job("", Size(64, 96, 9)).stages[0]  # latents (1, 128, 2, 2, 3)
+STAGE, OTHER = (make_job("", Size(64, width, 9)).stages[0] for width in (96, 64))  # latents (1, 128, 2, 2, 3)
 MIXED = torch.linalg.qr(torch.randn(128, 3, generator=torch.Generator().manual_seed(1)))[0]
 
 
@@ -33,8 +32,8 @@ def test_the_matrix_of_an_encoder_gives_the_colours_back():
     colours = torch.rand(4, 6, 3, generator=torch.Generator().manual_seed(2)) * 0.6 + 0.2
     pixels = colours.permute(2, 0, 1).repeat_interleave(32, 1).repeat_interleave(32, 2)
     latent = preview.middle(encode(pixels[None, :, None] * 2 - 1))
-    got = preview.with_one(latent) @ preview.fitted(encode)
-    torch.testing.assert_close(got, colours, atol=0.02, rtol=0)
+    fitted = preview.with_one(latent) @ preview.fitted(encode)
+    torch.testing.assert_close(fitted, colours, atol=0.02, rtol=0)
 
 
 @pytest.mark.parametrize("step", range(STAGE.steps))
@@ -42,18 +41,14 @@ def test_what_a_step_predicts_is_found_from_the_latents_around_it(step):
     clean, noise = torch.randn(2, 4, 6, 128, generator=torch.Generator().manual_seed(3))
     sigma, sigma_next = STAGE.sigmas[step : step + 2]
     before, after = (clean + s * (noise - clean) for s in (sigma, sigma_next))
-    got = preview.predicted(before, after, sigma, sigma_next)
-    torch.testing.assert_close(got, clean, atol=2e-3, rtol=0)
+    predicted = preview.predicted(before, after, sigma, sigma_next)
+    torch.testing.assert_close(predicted, clean, atol=2e-3, rtol=0)
 
 
-def test_a_preview_is_a_small_picture_of_the_videos_shape():
-    latent = torch.randn(16, 24, 128, generator=torch.Generator().manual_seed(4))
-    image = Image.open(BytesIO(preview.picture(latent, torch.randn(129, 3))))
-    assert (image.format, image.size) == ("JPEG", (256, 171))
-
-
-def test_latents_that_are_no_numbers_are_a_picture_all_the_same():
-    assert preview.picture(torch.full((2, 2, 128), float("nan")), torch.ones(129, 3))
+def test_a_preview_is_a_small_picture_of_the_videos_shape_also_of_latents_that_are_no_numbers():
+    for latent in (torch.randn(16, 24, 128), torch.full((16, 24, 128), float("nan"))):
+        image = Image.open(BytesIO(preview.picture(latent, torch.randn(129, 3))))
+        assert (image.format, image.size) == ("JPEG", (256, 171))
 
 
 class Engine:
@@ -63,9 +58,8 @@ class Engine:
         self.fits, self.reads = 0, 0
         self.workspace = SimpleNamespace(artifacts=folder, checkpoint=SimpleNamespace(fingerprint="f"))
         self.host = SimpleNamespace(encode_image=self.encode_image)
-        latent = torch.randn(1, 128, 2, 2, 3)
         self.stage_run = SimpleNamespace(
-            video=patchify_video(latent),
+            video=patchify_video(torch.randn(1, 128, 2, 2, 3)),
             latent_shape=(2, 2, 3),
             video_latent=self.video_latent,
             predicted_video=lambda: None,
@@ -81,69 +75,49 @@ class Engine:
 
 
 @pytest.fixture
-def clock():
-    return [0.0]
-
-
-@pytest.fixture
 def engine(tmp_path):
     return Engine(tmp_path)
 
 
-@pytest.fixture
-def previews(engine, clock):
-    return Previews(engine, lambda: clock[0])
+def shown(engine, *steps) -> list[bool]:
+    """Whether there is a picture after each of (seconds since the one before, stage, step)."""
+    now = [0.0]
+    previews, pictures = Previews(engine, lambda: now[0]), []
+    for seconds, stage, number in steps:
+        now[0] += seconds
+        pictures.append(previews.after_step(stage, number) is not None)
+    return pictures
 
 
-@pytest.mark.parametrize(
-    ("seconds", "pictures", "reads"),
-    [
-        (1.0, [True] * STAGE.steps, STAGE.steps),
-        # The first step's latents begin on the host; then none for 0.25 s, and one to compare with.
-        (0.1, [True, False, False, False, True, False, False, False], 4),  # steps 1, 4, 5 and 8
-    ],
-)
-def test_slow_steps_are_read_back_once_each_and_two_fast_ones_for_a_picture(
-    previews, engine, clock, seconds, pictures, reads
-):
-    for number, picture in enumerate(pictures):
-        clock[0] += seconds
-        assert (previews.after_step(STAGE, number) is not None) == picture
-    assert engine.reads == reads
+def test_slow_steps_are_read_back_once_each_and_two_fast_ones_for_a_picture(engine):
+    assert all(shown(engine, *((1.0, STAGE, number) for number in range(STAGE.steps))))
+    assert engine.reads == STAGE.steps
+    engine.reads = 0
+    pictures = shown(engine, *((0.1, STAGE, number) for number in range(8)))
+    # The first step's latents begin on the host; then none for 0.25 s, and one to compare with: 1, 4, 5 and 8.
+    assert [number for number, picture in enumerate(pictures) if picture] == [0, 4] and engine.reads == 4
 
 
-def test_a_samplers_own_prediction_is_shown_and_nothing_is_read_back(previews, engine, clock):
+def test_a_samplers_own_prediction_is_shown_and_nothing_is_read_back(engine):
     """Latents of res_2s hold new noise: an Euler step to 0 from two of them would show that."""
     clean = torch.randn(1, 128, 2, 2, 3)
     engine.stage_run.predicted_video = lambda: clean
-    clock[0] = 1.0
-    picture = preview.picture(preview.middle(clean), previews.matrix)
-    assert previews.after_step(STAGE, 5) == picture and engine.reads == 0
-    assert previews.after_step(STAGE, 6) is None  # too soon
+    previews = Previews(engine, lambda: 1.0)
+    assert previews.after_step(STAGE, 5) == preview.picture(preview.middle(clean), previews.matrix)
+    assert engine.reads == 0 and previews.after_step(STAGE, 6) is None  # too soon
 
 
-def test_a_stage_or_a_job_is_not_compared_with_the_latents_of_the_one_before(previews, clock):
+def test_a_stage_or_a_job_is_not_compared_with_the_latents_of_the_one_before(engine):
     """Which may be another owner's."""
-    other, picture = make_job("", Size(64, 64, 9)).stages[0], previews.after_step
-    clock[0] = 1.0
-    assert picture(STAGE, 0)
-    clock[0] = 2.0
-    assert picture(other, 1) is None
-    clock[0] = 3.0
-    assert picture(STAGE, 0)
-    clock[0] += preview.SECONDS / 2
-    assert picture(STAGE, 0) is None  # of the next job, too soon after that picture
-    clock[0] += preview.SECONDS
-    assert picture(STAGE, 1) is None
-    clock[0] += preview.SECONDS
-    assert picture(STAGE, 2)
+    steps = (1, STAGE, 0), (1, OTHER, 1), (1, STAGE, 0), (SECONDS / 2, STAGE, 0), (SECONDS, STAGE, 1)
+    # The fourth is of the next job, too soon after that picture.
+    assert shown(engine, *steps, (SECONDS, STAGE, 2)) == [True, False, True, False, False, True]
 
 
-def test_a_checkpoint_without_an_encoder_has_no_previews_which_is_said(tmp_path, capsys):
+def test_a_checkpoint_without_an_encoder_has_no_previews_which_is_said(engine, capsys):
     def missing(pixels):
         raise UserError("no tensors of the video encoder")
 
-    engine = Engine(tmp_path)
     engine.host.encode_image = missing
     assert preview.previews_of(engine) is None
     assert "no previews: no tensors" in capsys.readouterr().out

@@ -11,32 +11,36 @@ from ltx_neuron.files import MANIFEST, write_json
 from ltx_neuron.job import Job, Size
 from ltx_neuron.sampling.conditions import ImageCondition, ReferenceAudio
 from ltx_neuron.sampling.shapes import sound_latent_frames
-from ltx_neuron.sampling.spec import LORAS, LoraFile
+from ltx_neuron.sampling.spec import LoraFile
 from ltx_neuron.service.api_error import ApiError
-from ltx_neuron.service.sizes import CompiledSize, RequestedSize, SizeRegistry, seconds_of
+from ltx_neuron.service.sizes import CompiledSize, RequestedSize, SizeRegistry
 
 TALL = Size(768, 512, 121)
 LARGE = Size(1024, 1536, 121, two_stage=True)
 
 
 def registry(*sizes: Size, **more) -> SizeRegistry:
-    default = CompiledSize(SMALL, "distilled")
-    return SizeRegistry(Compiled(*sizes, **more), default, upsamplers={"spatial"})
+    return SizeRegistry(Compiled(*sizes, **more), CompiledSize(SMALL, "distilled"), upsamplers={"spatial"})
 
 
-def chosen(requested: RequestedSize, *sizes: Size) -> Size:
-    return registry(*sizes).choose(requested).size
+def offered(sizes: SizeRegistry) -> set[Size]:
+    return {compiled.size for compiled in sizes.compiled}
 
 
-# --- what is recorded -----------------------------------------------------------------------------
+def refusal(sizes: SizeRegistry, requested: RequestedSize, job: Job | None = None) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        sizes.choose(requested, job or Job())
+    assert (caught.value.status, caught.value.code) == (400, "profile_mismatch")
+    return caught.value
 
 
 def test_a_recorded_size_offers_its_transpose_and_the_sizes_of_its_stages():
-    assert {each.size for each in registry(SMALL).compiled} == {SMALL, TALL}
-    two = {each.size for each in registry(LARGE).compiled}
-    assert two == {LARGE, Size(1536, 1024, 121, two_stage=True)} | {
-        Size(*sides, 121) for sides in ((512, 768), (768, 512), (1024, 1536), (1536, 1024))
-    }
+    assert offered(registry(SMALL)) == {SMALL, TALL}
+    assert {size.recipe for size in registry(SMALL, recipe="dev").compiled} == {"dev"}
+    stages = {Size(*sides, 121) for sides in ((512, 768), (768, 512), (1024, 1536), (1536, 1024))}
+    assert offered(registry(LARGE)) == stages | {LARGE, Size(1536, 1024, 121, two_stage=True)}
+    without_upsampler = SizeRegistry(Compiled(LARGE), CompiledSize(SMALL, "distilled"), upsamplers=())
+    assert offered(without_upsampler) == stages
 
 
 def test_graphs_without_a_recorded_size_serve_who_requests_exactly_that():
@@ -45,7 +49,7 @@ def test_graphs_without_a_recorded_size_serve_who_requests_exactly_that():
     large = Size(512, 1024, 121)
     sizes = registry(SMALL, large)
     sizes.workspace.recorded[make_job("", large).buckets[0].name] = []  # an earlier version compiled them
-    assert {size.size for size in sizes.compiled} == {SMALL, TALL}
+    assert offered(sizes) == {SMALL, TALL}
     for size in (same, large):
         assert sizes.choose(RequestedSize(height=size.height, width=size.width)).size == size
 
@@ -58,14 +62,7 @@ def test_graphs_without_a_recorded_size_serve_who_requests_exactly_that():
 def test_a_damaged_record_offers_nothing(record):
     sizes = registry(SMALL)
     sizes.workspace.recorded["other"] = [record]
-    assert {size.size for size in sizes.compiled} == {SMALL, TALL}
-
-
-def test_sizes_are_offered_for_their_recipe_and_two_stages_with_an_upsampler():
-    assert {size.recipe for size in registry(SMALL, recipe="dev").compiled} == {"dev"}
-    without = SizeRegistry(Compiled(LARGE), CompiledSize(SMALL, "distilled"), upsamplers=())
-    assert not any(size.size.two_stage for size in without.compiled)
-    assert any(size.size.two_stage for size in registry(LARGE).compiled)
+    assert offered(sizes) == {SMALL, TALL}
 
 
 def test_sizes_are_read_again_when_a_manifest_changes(tmp_path):
@@ -76,7 +73,7 @@ def test_sizes_are_read_again_when_a_manifest_changes(tmp_path):
     sizes.workspace.recorded |= Compiled(LARGE).recorded
     assert len(sizes.compiled) == 2  # a folder is no graph before it has a manifest
     write_json(folder / MANIFEST, {})
-    assert LARGE in {each.size for each in sizes.compiled}
+    assert LARGE in offered(sizes)
 
 
 def test_a_size_is_recorded_once_beside_others_and_changes_nothing_else(tmp_path):
@@ -91,20 +88,10 @@ def test_a_size_is_recorded_once_beside_others_and_changes_nothing_else(tmp_path
     assert [path.name for path in tmp_path.iterdir()] == [MANIFEST]
 
 
-# --- what a request means -------------------------------------------------------------------------
-
-
-def test_a_request_that_says_nothing_gets_the_default_or_what_there_is():
-    assert chosen(RequestedSize(), SMALL, LARGE) == SMALL
-    one, longer = Size(704, 1280, 97), Size(704, 1280, 193)
-    assert chosen(RequestedSize(), one, longer) == one  # whose length is nearer to the default's
-    assert registry(longer, one).served_default.size == one
-    assert registry().served_default is None
-
-
-def test_a_value_given_is_taken_and_an_omitted_one_is_what_is_compiled_with_it():
+def test_a_request_gets_the_values_that_it_has_and_the_default_or_what_is_compiled_with_them():
     sizes = SMALL, TALL, Size(704, 1280, 97), replace(LARGE, num_frames=97)
     for requested, expected in (
+        (RequestedSize(), SMALL),
         (RequestedSize(width=1280, height=704), sizes[2]),
         (RequestedSize(width=704, height=1280), replace(sizes[2], height=1280, width=704)),
         (RequestedSize(num_frames=97), sizes[3].first),
@@ -113,60 +100,53 @@ def test_a_value_given_is_taken_and_an_omitted_one_is_what_is_compiled_with_it()
         # The sound of its frames has as many tokens as at 24.
         (RequestedSize(frame_rate=23.976), replace(SMALL, frame_rate=23.976)),
     ):
-        assert chosen(requested, *sizes) == expected
-
-
-def test_whole_seconds_are_frames_of_the_model():
-    for seconds in (1, 2, 4, 5, 8, 10):
-        size = Size(512, 768, 24 * seconds + 1)
-        assert chosen(RequestedSize(seconds=float(seconds)), size) == size
-        assert seconds_of(size) == str(seconds)
+        assert registry(*sizes).choose(requested).size == expected
+    one, longer = Size(704, 1280, 97), Size(704, 1280, 193)
+    assert registry(longer, one).choose(RequestedSize()).size == one  # whose length is nearer to the default's
+    assert registry(longer, one).served_default.size == one and registry().served_default is None
 
 
 def test_a_negative_prompt_of_the_distilled_recipe_gets_a_size_with_graphs_for_it():
     both = registry(SMALL, TALL)
     both.workspace.recorded |= Compiled(TALL, LARGE, nag_scale=3.0).recorded
-    assert {each.size for each in both.inputs["nag_scale"]} >= {SMALL, TALL, LARGE}
-    assert LARGE not in {each.size for each in both.compiled}
+    assert {size.size for size in both.inputs["nag_scale"]} >= {SMALL, TALL, LARGE}
+    assert LARGE not in offered(both)
     for scale in (2.0, 11.0):
         assert both.choose(RequestedSize(two_stage=True), make_job(nag_scale=scale)).size == LARGE
-    with pytest.raises(ApiError) as caught:
-        registry(SMALL).choose(RequestedSize(), make_job(nag_scale=11.0))
-    assert caught.value.code == "profile_mismatch"
-    assert "the default size with nag_scale is not compiled. Compiled: nothing" in str(caught.value)
+    message = refusal(registry(SMALL), RequestedSize(), make_job(nag_scale=11.0)).message
+    assert "the default size with nag_scale is not compiled. Compiled: nothing" in message
 
 
-def test_any_other_size_is_refused_with_what_is_compiled():
-    for requested in (
-        RequestedSize(height=1080, width=1920),
-        RequestedSize(height=512, width=800),
-        RequestedSize(height=512, width=760),  # not a multiple of 32
-        RequestedSize(num_frames=120),
-        RequestedSize(seconds=8.0),
-        RequestedSize(frame_rate=30.0),
-        RequestedSize(two_stage=True),
-        RequestedSize(recipe="dev"),
-    ):
-        with pytest.raises(ApiError) as caught:
-            registry(SMALL).choose(requested)
-        error = caught.value
-        assert (error.status, error.code) == (400, "profile_mismatch")
-        assert "768x512, 121 frames at 24 fps (5 s)" in error.message
-        assert {"768x512", "512x768"} == {each["size"] for each in error.content["error"]["compiled"]}
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"height": 1080, "width": 1920},
+        {"height": 512, "width": 800},
+        {"height": 512, "width": 760},  # not a multiple of 32
+        {"num_frames": 120},
+        {"seconds": 8.0},
+        {"frame_rate": 30.0},
+        {"two_stage": True},
+        {"recipe": "dev"},
+    ],
+)
+def test_any_other_size_is_refused_with_what_is_compiled(fields):
+    error = refusal(registry(SMALL), RequestedSize(**fields))
+    assert "768x512, 121 frames at 24 fps (5 s)" in error.message
+    assert {"768x512", "512x768"} == {size["size"] for size in error.content["error"]["compiled"]}
 
 
 @pytest.mark.parametrize("count", [2, 26, 51, 126, 250])
-@pytest.mark.parametrize("rate", [8000, 16000, 22050, 44100, 48000])
-def test_a_voice_of_the_listed_seconds_has_the_compiled_number_of_latents(count, rate):
-    voice = ReferenceAudio("x", count)
-    (seconds,) = registry(LARGE, reference_sound=voice).voice_seconds
-    assert sound_latent_frames(round(seconds * rate), rate) == count
+def test_a_voice_of_the_listed_seconds_has_the_compiled_number_of_latents(count):
+    (seconds,) = registry(LARGE, reference_sound=ReferenceAudio("x", count)).voice_seconds
+    for rate in (8000, 16000, 22050, 44100, 48000):
+        assert sound_latent_frames(round(seconds * rate), rate) == count
 
 
 def test_an_image_needs_a_graph_that_holds_images():
     image = (ImageCondition("x"),)
-    with pytest.raises(ApiError, match="the default size with images is not compiled"):
-        registry(SMALL).choose(RequestedSize(), make_job(images=image))
+    message = refusal(registry(SMALL), RequestedSize(), make_job(images=image)).message
+    assert "the default size with images is not compiled" in message
     assert registry(SMALL, images=image).choose(RequestedSize(), make_job(images=image)).size == SMALL
     # An image at frame 0 needs the graphs of text to video; another one has its own.
     for frame, field in ((0, "input_reference"), (8, "images")):
@@ -183,17 +163,6 @@ def test_refinement_is_offered_with_the_distilled_lora_alone():
             assert sizes.loras(None, size)["distilled_lora"] == (distilled if size.refines else ())
 
 
-def test_a_set_of_loras_is_chosen_by_its_name():
-    style = (LoraFile("/style", 1.0),)
-    sets = {"default": Job(), "anime": Job(lora=style)}
-    sizes = SizeRegistry(Compiled(SMALL), CompiledSize(SMALL, "distilled"), (), sets)
-    size = sizes.choose(RequestedSize())
-    assert sizes.loras("anime", size)["lora"] == style
-    assert sizes.loras(None, size) == sizes.loras("default", size) == dict.fromkeys(LORAS, ())
-    with pytest.raises(ApiError, match="unknown lora_set 'noir'; known: 'default', 'anime'"):
-        sizes.loras("noir", size)
-
-
 def test_with_neuron_vae_a_size_is_offered_if_its_decoder_is_compiled():
     class Decoders(Compiled):
         """Its video decoder is compiled for the recorded size alone, not for the transpose."""
@@ -202,6 +171,5 @@ def test_with_neuron_vae_a_size_is_offered_if_its_decoder_is_compiled():
         encoder_graphs = staticmethod(lambda job: [])
         is_made = staticmethod(lambda latent: latent == (16, 24, 16))
 
-    default = CompiledSize(TALL, "distilled")
-    offered = SizeRegistry(Decoders(TALL), default, upsamplers=(), neuron_vae=True).compiled
-    assert [compiled.size for compiled in offered] == [TALL]
+    sizes = SizeRegistry(Decoders(TALL), CompiledSize(TALL, "distilled"), upsamplers=(), neuron_vae=True)
+    assert offered(sizes) == {TALL}

@@ -1,0 +1,304 @@
+"""What becomes of a request: a job with its files, or a refusal in words that leaves nothing."""
+
+import http.client
+import json
+import socket
+from base64 import b64encode
+from contextlib import suppress
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+pytest.importorskip("fastapi", reason="the extra is not installed: pip install -e .[serve]")
+
+from ltx_neuron.config.release import RELEASES
+from ltx_neuron.serve.__main__ import capability_jobs, reference_jobs
+from ltx_neuron.service import media, picture, sandbox
+from ltx_neuron.service.limits import MAX_JSON_BYTES
+from ltx_neuron.service.openapi import EXAMPLES
+from ltx_neuron.service.settings import Limits
+from unit.service import client
+from unit.service.client import (
+    FILM,
+    FORM,
+    MOST_BODY,
+    PAIR,
+    SIZE,
+    SMALL,
+    TILES,
+    VIDEOS,
+    WIDE,
+    WITH_TAIL,
+    Sent,
+    answer_of,
+    job_sent,
+    listening,
+    post_form,
+    post_json,
+    refusal_of,
+    send,
+    with_files,
+)
+
+POSE = {"lora_set": "pose", "video_conditioning": "film.mp4", "size": "192x128", "two_stage": "true"}
+PART = {"video_reference": "film.mp4", "start_time": "0.2", "end_time": "0.5"}
+SOUND = {"size": SIZE, "audio_reference": "sound.wav"}
+DUB = {"lora_set": "dub", "reference_video": "heard.mkv"}
+VOICE = {"lora_set": "pose", "reference_audio": "sound.wav"}
+SHORT_VOICE = VOICE | {"reference_audio_max_duration": 2}
+TILED = POSE | {"stage_2_ic_lora": "true", "tile": "1"} | {name: str(side) for name, side in TILES.items()}
+TAIL = {"size": SIZE, "tail_frames": "8"}
+
+
+def value_of(job, path: str):
+    for part in path.split("."):
+        job = job[int(part)] if part.isdigit() else getattr(job, part)
+    return job
+
+
+# Fields -> values of the job, and of the object that the client gets
+JOBS = {
+    "a sound": (
+        SOUND | {"audio_start_time": "0.5", "audio_bed": "-50"},
+        {"sound.start_time": 0.5, "sound.bed": -50, "size": SMALL},
+        {"notes": []},
+    ),
+    "a part of a film": (
+        PART,
+        {"retake.start_time": 0.2, "retake.end_time": 0.5, "size": FILM},
+        {"size": "96x64", "num_frames": FILM.num_frames},
+    ),
+    "a longer film": (
+        {"video_reference": "heard.mkv", "extend": "2"},
+        {"retake.extend": 2, "retake.source_frames": FILM.num_frames},
+        {"size": "96x64", "num_frames": FILM.num_frames + 48},
+    ),
+    "a reference": (
+        {"lora_set": "half", "video_conditioning[video_url]": "film.mp4", "video_conditioning[strength]": "0.5"},
+        {"references.0.strength": 0.5, "references.0.space_scale": 2, "size": WIDE},
+        {"two_stage": True},
+    ),
+    "a mask": (POSE | {"conditioning_attention_mask": "film.mp4"}, {"attention_mask.strength": 1.0}, {}),
+    "slow motion": (POSE | {"motion_speed": "0.5"}, {"motion_speed": 0.5, "size": PAIR}, {}),
+    "tiles of a size": (TILED, TILES | {"tile": True, "stage_2_ic_lora": True, "size": PAIR}, {}),
+    "a voice of 2 s": (
+        SHORT_VOICE,
+        {"reference_sound.latents": 51, "size": PAIR},
+        {"notes": ["no LoRA has layers of the sound, so the voice may not be taken over"]},
+    ),
+    "a voice of 5 s": (VOICE | {"reference_audio_max_duration": "5"}, {"reference_sound.latents": 126}, {}),
+    "another language": (
+        DUB | {"reference_strength": "0.5", "size": "192x128"},
+        {"dubbing.strength": 0.5, "size": PAIR},
+        {"num_frames": FILM.num_frames, "fps": 24, "two_stage": True},
+    ),
+    "a tail of the usual length": (
+        TAIL,
+        {"size": WITH_TAIL, "tail_frames": 8},
+        {"num_frames": 121, "seconds": "5", "notes": []},
+    ),
+    "a tail of seconds": (TAIL | {"seconds": "5"}, {"size": WITH_TAIL}, {"num_frames": 121}),
+    "a tail of frames": (TAIL | {"num_frames": "113"}, {"size": SMALL}, {"num_frames": 113}),
+}
+
+
+@pytest.mark.parametrize("kind", JOBS)
+def test_a_request_becomes_a_job_with_its_files_beside_it(studio, files, kind):
+    fields, values, answer = JOBS[kind]
+    fields = with_files(fields, files)
+    job, video = job_sent(studio, **fields)
+    assert {path: value_of(job, path) for path in values} == values
+    assert {name: video[name] for name in answer} == answer
+    folder = studio.queue.folder_of(video["id"])
+    sent = {value for value in fields.values() if isinstance(value, bytes)}
+    assert {path.read_bytes() for path in folder.iterdir()} == sent
+    assert send(studio, "DELETE", f"{VIDEOS}/{video['id']}").status == 200
+    assert not folder.exists()
+
+
+def test_each_kind_of_job_is_taken_of_the_later_release_as_well(tmp_path, files, monkeypatch):
+    monkeypatch.setattr(media, "check", lambda *_: None)
+    with client.studio(tmp_path, files, RELEASES[-1]) as service:
+        service.submitter.limits = Limits(max_queue=100, rate=1e9)
+        for name, fields in (EXAMPLES["multipart/form-data"] | {name: row[0] for name, row in JOBS.items()}).items():
+            got = post_form(service, **with_files(fields, files))
+            assert got.status == 200, (name, got.body)
+
+
+def test_a_picture_is_a_reference_that_all_frames_show(studio, files):
+    sheet, url = files["picture.png"], "data:image/png;base64," + b64encode(files["picture.png"]).decode()
+    for fields in ({"video_conditioning[image_url]": sheet}, {"video_conditioning": sheet}):
+        job, video = job_sent(studio, lora_set="pose", **fields)
+        (reference,) = job.references
+        assert reference.still and reference.pixels(job.size.first)[0] == job.size.num_frames
+        folder = studio.queue.folder_of(video["id"])
+        assert [path.name for path in folder.iterdir()] == [Path(reference.path).name]
+        with Image.open(reference.path) as shown, Image.open(BytesIO(sheet)) as sent:
+            assert shown.format == "PNG" and shown.tobytes() == sent.tobytes()
+    for key in ("image_url", "video_url"):
+        got = post_json(studio, size=None, lora_set="pose", video_conditioning=[{key: url}])
+        assert got.status == 200, got.body
+
+
+def test_a_decoded_picture_has_the_pixels_of_the_file(tmp_path):
+    for mode, kind in (("P", "PNG"), ("RGB", "JPEG"), ("CMYK", "JPEG"), ("L", "WEBP")):
+        Image.effect_noise((8, 6), 50).convert(mode).save(tmp_path / "a", format=kind)
+        picture.decode(tmp_path / "a", tmp_path / "b.png")
+        with Image.open(tmp_path / "a") as before, Image.open(tmp_path / "b.png") as after:
+            assert after.format == "PNG"
+            assert before.convert("RGB").tobytes() == after.convert("RGB").tobytes()
+
+
+def test_the_model_lists_the_inputs_that_it_takes_with_their_sizes(studio):
+    (model,) = answer_of(studio, "/v1/models")["data"]
+    listed = {name: {size["size"] for size in sizes} for name, sizes in model["inputs"].items()}
+    turned, stages = {SIZE, "512x768"}, {"192x128", "128x192", "256x128", "128x256"}
+    films = {"96x64", "64x96"}
+    assert listed["input_reference"] == turned and listed["audio_reference"] >= turned | stages
+    assert listed["video_reference"] == films and listed["video_conditioning"] == stages
+    for name in ("conditioning_attention_mask", "tile", "reference_audio", "reference_video"):
+        assert listed[name] == {"192x128", "128x192"}
+    assert model["reference_audio_seconds"] == [2.0, 5.0]
+    assert [job.all_loras for job in capability_jobs(studio.sizes)][:1] == [()]  # a worker must have no LoRA for it
+    assert reference_jobs(studio.sizes)[0].stages[0].loras == studio.sizes.lora_sets["pose"].stage_1_loras
+
+
+MISMATCH, NOT_SUPPORTED = "profile_mismatch", "feature_not_supported"
+# Fields -> the code, the field that is named, and words of the message
+REFUSED = [
+    (SOUND | {"audio_start_time": "3", "size": ""}, "", "audio_reference", "num_frames"),
+    (SOUND | {"audio_bed": "5"}, "", "audio_bed", "less than 0"),
+    ({"audio_start_time": "3"}, "", "audio_start_time", "audio_reference"),
+    ({"video_reference": "film.mp4"}, "", "video_reference", "needs start_time"),
+    (PART | {"end_time": "9"}, "", "start_time", "reaches beyond"),
+    (PART | {"size": "96x64"}, "", "height", "video_reference"),
+    (PART | {"seconds": "1"}, "", "seconds", "does not go with video_reference"),
+    (PART | {"video_reference": "odd.mp4"}, "", "video_reference", "multiples of 32"),
+    (PART | {"audio_reference": "sound.wav"}, "", "video_reference", "audio_reference"),
+    (PART | {"video_reference": "other.mp4", "end_time": "0.3"}, MISMATCH, "video_reference", "is not compiled"),
+    (PART | {"tail_frames": "8"}, "", "video_reference", "tail_frames"),
+    ({"video_reference": "film.mp4", "extend": "0.5", "num_frames": "17"}, "", "num_frames", "frames here"),
+    ({"video_reference": "film.mp4", "extend": "61"}, "", "extend", "at most 60 s"),
+    ({"video_conditioning": "film.mp4"}, NOT_SUPPORTED, "video_conditioning", "'pose'"),
+    ({"lora_set": "pose", "size": "192x128"}, "", "lora_set", ""),
+    (POSE | {"lora_set": "half", "conditioning_attention_mask": "film.mp4"}, MISMATCH, "size", "with video_condition"),
+    (TILED | {"tile_height": "96"}, MISMATCH, "size", "tile is not compiled"),
+    ({"size": SIZE, "tile": "true"}, "", "tile", "video_conditioning"),
+    ({"reference_video": "heard.mkv"}, NOT_SUPPORTED, "reference_video", "available: 'dub'"),
+    (DUB | {"reference_video": "long.mkv"}, MISMATCH, "reference_video", "of 3.00 s of sound is not"),
+    (DUB | {"size": "512x512"}, MISMATCH, "reference_video", "num_frames 57, frame_rate 24.0"),
+    (DUB | {"num_frames": "9"}, "", "num_frames", "says how many (57 of its 57 frames, 24 fps)"),
+    (DUB | {"seconds": "2"}, "", "seconds", "does not go with reference_video"),
+    (DUB | {"reference_video": "film.mp4"}, "", "reference_video", "has no sound"),
+    (DUB | {"two_stage": "false"}, "", "reference_video", "got no two_stage"),
+    (DUB | {"recipe": "dev"}, "", "reference_video", "got no recipe distilled"),
+    (DUB | {"nag_scale": "11"}, MISMATCH, "reference_video", "is not compiled"),
+    (VOICE, MISMATCH, "reference_audio", "of 6.00 s of sound (compiled: 2.00, 5.00) is not compiled"),
+    (VOICE | {"lora_set": ""}, NOT_SUPPORTED, "reference_audio", "'pose'"),
+    (VOICE | {"lora_set": "both"}, NOT_SUPPORTED, "reference_audio", "'pose'"),
+    (SHORT_VOICE | {"identity_guidance_scale": "2"}, "", "identity_guidance_scale", "is of the dev recipe"),
+    (SHORT_VOICE | {"audio_reference": "sound.wav"}, "", "reference_audio", "that sound is what is heard"),
+    ({"size": SIZE, "identity_guidance_scale": "2"}, "", "identity_guidance_scale", "needs reference_audio"),
+    ({"size": SIZE, "tail_frames": "12"}, "", "tail_frames", "multiple of 8"),
+    ({"num_frames": "121", "tail_frames": "16"}, MISMATCH, "size", "tail_frames 16"),
+    ({"size": SIZE, "guidance_scale": "3"}, "", "video_cfg_guidance_scale", "takes no video_cfg_guidance_scale"),
+    ({"size": SIZE, "seed": "abc"}, "", "seed", "seed: got 'abc', wanted a valid integer"),
+    ({"size": SIZE, "upscale": "temporal"}, NOT_SUPPORTED, "upscale", "no temporal upsampler"),
+    ({"size": SIZE, "negative_prompt": "rain"}, "", "negative_prompt", "needs nag_scale"),
+    ({"size": SIZE, "num_steps": 20}, "", "num_inference_steps", "num_inference_steps 20: the distilled recipe"),
+    ({"size": SIZE, "lora_set": "noir"}, "", "lora_set", "unknown lora_set 'noir'; known: 'pose', 'half'"),
+    ({"size": "640x640"}, MISMATCH, "size", "Compiled: "),
+]
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "param", "words"), REFUSED, ids=[f"{n} {row[2]} {row[3]}" for n, row in enumerate(REFUSED)]
+)
+def test_a_request_that_cannot_be_made_is_refused_by_its_field_and_leaves_nothing(
+    studio, files, fields, code, param, words
+):
+    error = refusal_of(studio, **with_files(fields, files))
+    assert (error["code"], error["param"]) == (code or "invalid_value", param) and words in error["message"]
+    assert ("compiled" in error) == (code == MISMATCH)
+
+
+@pytest.mark.parametrize(("kind", "valid"), [("audio", "sound.wav"), ("video", "film.mp4")])
+def test_a_file_of_another_kind_is_refused_by_its_content(service, files, kind, valid):
+    for name in {"picture.png", "text.txt", "list.m3u8", "film.mp4", "sound.wav"} - {valid}:
+        error = refusal_of(service, **{f"{kind}_reference": files[name]})
+        assert (error["code"], error["param"]) == (f"invalid_{kind}", f"{kind}_reference")
+        assert error["message"].startswith(f"{kind}_reference: it ")
+
+
+def png(size: tuple[int, int]) -> bytes:
+    file = BytesIO()
+    Image.new("1", size).save(file, format="PNG")
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"\0\0\0\x18ftypmp42" + bytes(1000), "not a readable picture"),
+        (png((12_000, 12_000)), "12000x12000 pixels"),
+        (png((64, 64))[:-30], "not a readable picture"),
+        (png((1, 1)), "a video cannot have its size; wanted 2 to"),
+    ],
+    ids=["an mp4", "a bomb", "half a picture", "one pixel"],
+)
+def test_what_is_called_png_and_is_none_is_refused(service, content, words):
+    error = refusal_of(service, size=SIZE, input_reference=content)
+    assert (error["code"], error["param"]) == ("invalid_image", "input_reference") and words in error["message"]
+
+
+def test_a_file_beyond_its_kinds_limit_is_refused_while_it_arrives(studio, files, monkeypatch):
+    sizes = {"image": 50, "audio": 2000, "video": 1000}
+    limits = Limits(**{f"max_{kind}_mb": size / 2**20 for kind, size in sizes.items()})
+    monkeypatch.setattr(studio.submitter, "limits", limits)
+    for field, most in (("input_reference", 50), ("audio_reference", 2000), ("video_conditioning[video_url]", 1000)):
+        error = refusal_of(studio, 413, **{field: files["sound.wav"]})
+        assert (error["code"], error["param"]) == ("file_too_large", field)
+        assert f"{most} bytes" in error["message"]
+    error = refusal_of(studio, 413, lora_set="pose", video_conditioning=files["picture.png"])  # once it is known
+    assert (error["code"], error["param"]) == ("file_too_large", "video_conditioning[0]")
+    headers = studio.headers(content_length=b"%d" % (MAX_JSON_BYTES + 1))  # held in memory
+    got = studio.ask(Sent("POST", VIDEOS, b"", headers, b"{}"))
+    assert (got.status, got.error["code"]) == (413, "body_too_large")
+
+
+def test_files_of_waiting_jobs_are_counted(service, files):
+    service.submitter.limits = Limits(max_queue_gb=1.5 * len(files["sound.wav"]) / 1e9)
+    fields = with_files(SOUND, files)
+    assert post_form(service, **fields).status == 200
+    assert refusal_of(service, 429, **fields)["code"] == "queue_full"
+
+
+def test_a_file_beyond_the_limits_of_what_it_shows_is_refused(tmp_path, files):
+    for name, kind, limits, words in (
+        ("sound.wav", "audio", Limits(max_media_seconds=5), "longer than 5 s"),
+        ("film.mp4", "video", Limits(max_media_seconds=0.5), "longer than 0.5 s"),
+        ("film.mp4", "video", Limits(max_video_pixels=6000), "96x64 pixels, wanted at most 6000"),
+    ):
+        (tmp_path / name).write_bytes(files[name])
+        with pytest.raises(sandbox.BadFile, match=words):
+            media.check(tmp_path / name, kind, limits)
+        media.check(tmp_path / name, kind, Limits())
+
+
+@pytest.mark.parametrize("head", [b"Content-Length: 1073741824", b"Transfer-Encoding: chunked"])
+def test_a_gigabyte_is_refused_before_it_is_read_and_in_chunks_at_the_limit(service, head):
+    """On a real server, which closes the connection."""
+    with listening(service) as address, socket.create_connection(address, timeout=20) as connection:
+        lines = [b"POST /v1/videos HTTP/1.1", b"Host: 127.0.0.1:8000", head, b"Content-Type: " + FORM]
+        connection.sendall(b"\r\n".join([*lines, b"Authorization: Bearer " + service.token, b"", b""]))
+        sent, piece = 0, b'--b\r\nContent-Disposition: form-data; name="audio_reference"; filename="a"\r\n\r\n'
+        with suppress(OSError):  # it has answered, and reads no more
+            while b"chunked" in head and sent < 64 * MOST_BODY:
+                connection.sendall(b"%x\r\n%s\r\n" % (len(piece), piece))
+                sent, piece = sent + len(piece), bytes(2**16)
+        answer = http.client.HTTPResponse(connection)
+        answer.begin()
+        assert (answer.status, json.loads(answer.read())["error"]["code"]) == (413, "body_too_large")
+        assert sent < 64 * MOST_BODY
