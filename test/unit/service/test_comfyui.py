@@ -117,6 +117,21 @@ def test_refusals_and_failures_of_the_service_are_the_nodes_errors(service, node
     raises("type an address", server="file:///etc/passwd")
 
 
+def test_a_request_that_is_sent_again_has_the_same_key(node, monkeypatch):
+    module, _ = node
+    sent = []
+
+    def reset(request, timeout):
+        if request.get_method() == "POST":  # not the list of sizes
+            sent.append(request.get_header("Idempotency-key"))
+        raise ConnectionResetError
+
+    monkeypatch.setattr(module.urllib.request, "urlopen", reset)
+    with pytest.raises(RuntimeError, match="does not answer"):
+        executed(module, prompt="waves", server="http://127.0.0.1:1")
+    assert sent[0] and sent == [sent[0]] * module.ATTEMPTS
+
+
 def test_sizes_and_lora_sets_are_those_of_the_service(service, node, monkeypatch):
     module, _ = node
 
