@@ -77,15 +77,12 @@ def url_of(kind: str, request, tmp_path: Path) -> str:
     return f"s3://{bucket}/some/where"
 
 
-@pytest.fixture(params=["folder", "memory"])
+@pytest.fixture
 def url(request, tmp_path):
-    return url_of(request.param, request, tmp_path)
+    return url_of(getattr(request, "param", "folder"), request, tmp_path)
 
 
-@pytest.fixture(params=["folder", "s3"])
-def lasting(request, tmp_path):
-    """Of a store that other processes reach."""
-    return url_of(request.param, request, tmp_path)
+FOLDER_AND_MEMORY = pytest.mark.parametrize("url", ["folder", "memory"], indirect=True)
 
 
 def make_weights(artifacts: Path) -> None:
@@ -129,14 +126,18 @@ def sets_of(artifacts: Path) -> dict[str, bytes]:
 @pytest.fixture
 def copied(monkeypatch):
     """copied.put, copied.get: the names of the files that travel from now on."""
-    names = SimpleNamespace(put=[], get=[])
-    put, get = Store.put, Store.get
-    monkeypatch.setattr(
-        Store, "put", lambda self, path, name, bar: (names.put.append(name), put(self, path, name, bar))
-    )
-    monkeypatch.setattr(
-        Store, "get", lambda self, name, path, bar: (names.get.append(name), get(self, name, path, bar))
-    )
+    names, put, get = SimpleNamespace(put=[], get=[]), Store.put, Store.get
+
+    def noting_put(self, path, name, bar):
+        names.put.append(name)
+        return put(self, path, name, bar)
+
+    def noting_get(self, name, path, bar):
+        names.get.append(name)
+        return get(self, name, path, bar)
+
+    monkeypatch.setattr(Store, "put", noting_put)
+    monkeypatch.setattr(Store, "get", noting_get)
     return names
 
 
@@ -161,9 +162,6 @@ def change(url: str, name: str, change) -> None:
 def flipped(data: bytes) -> bytes:
     middle = len(data) // 2
     return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
-
-
-# --- whole ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("url", ["folder", "memory", "s3"], indirect=True)
@@ -242,9 +240,7 @@ def test_many_pushes_and_pulls_at_once_end_whole(made, tmp_path):
     assert not [name for name in content(tmp_path / "store") if "partial" in name]
 
 
-# --- interrupted ----------------------------------------------------------------------------------
-
-
+@FOLDER_AND_MEMORY
 def test_a_killed_pull_goes_on_with_the_file(url, made, tmp_path, copied):
     push(Store(url), made, [])
     here, weights = tmp_path / "here", folder(tmp_path / "here", WEIGHTS)
@@ -276,32 +272,34 @@ def test_a_killed_pull_goes_on_with_the_file(url, made, tmp_path, copied):
     assert content(weights) == content(folder(made, WEIGHTS))
 
 
-def test_a_killed_push_is_nothing_to_pull_and_goes_on_with_the_file(lasting, made, tmp_path, copied):
+@pytest.mark.parametrize("url", ["folder", "s3"], indirect=True)  # other processes reach them
+def test_a_killed_push_is_nothing_to_pull_and_goes_on_with_the_file(url, made, tmp_path, copied):
     def killed_in_the_second_file():
-        fs = Store(lasting).fs
+        fs = Store(url).fs
         put_file = fs.put_file
 
         def half(path, place, **more):
             if len(copied.put) < 2:
                 return put_file(path, place, **more)
-            if not lasting.startswith("s3"):  # which shows nothing of a half
+            if not url.startswith("s3"):  # which shows nothing of a half
                 Path(place).write_bytes(Path(path).read_bytes()[:1000])
             return os.kill(os.getpid(), signal.SIGKILL)
 
         fs.put_file = half
-        push(Store(lasting), made, ["weights"])
+        push(Store(url), made, ["weights"])
 
     assert in_a_process(killed_in_the_second_file) == -signal.SIGKILL
-    assert names_in(Store(lasting).files()) == []
+    assert names_in(Store(url).files()) == []
     with pytest.raises(UserError, match="has no artifacts"):
-        pull(Store(lasting), tmp_path / "here", [])
-    push(Store(lasting), made, ["weights"])
+        pull(Store(url), tmp_path / "here", [])
+    push(Store(url), made, ["weights"])
     sent = [name.rpartition("/")[2] for name in copied.put]
     assert sent == ["rank1.safetensors", "host.safetensors", MANIFEST]
-    (weights,) = pull(Store(lasting), tmp_path / "here", [])
+    (weights,) = pull(Store(url), tmp_path / "here", [])
     assert content(weights) == content(folder(made, WEIGHTS))
 
 
+@FOLDER_AND_MEMORY
 def test_a_network_that_breaks_ends_the_pull_which_goes_on(url, made, tmp_path):
     push(Store(url), made, [])
 
@@ -317,9 +315,7 @@ def test_a_network_that_breaks_ends_the_pull_which_goes_on(url, made, tmp_path):
     assert verify(folder(tmp_path / "here", WEIGHTS)) == []
 
 
-# --- refused --------------------------------------------------------------------------------------
-
-
+@FOLDER_AND_MEMORY
 @pytest.mark.parametrize("damage", [flipped, lambda data: data[:-1]])
 def test_a_damaged_file_is_refused_and_the_push_in_the_message_mends_it(url, made, tmp_path, damage):
     push(Store(url), made, [])
@@ -473,8 +469,6 @@ def test_a_store_that_may_not_be_entered_names_whose_credentials_count(s3, capsy
     message = capsys.readouterr().err
     assert "Unable to locate credentials" in message and "aws configure" in message
 
-
-# --- what a tuning chose, and what is chosen of a store -------------------------------------------
 
 DEVICE = {"profile": "trn2.3xlarge", "chips": 1, "lnc": 2}
 TUNED = {"device": DEVICE, "versions": {}, "code": "c", "config": "d", "tp": 4, "dtype": "bfloat16"}

@@ -159,9 +159,6 @@ def test_an_unknown_name_lists_the_known_ones():
         resolve("trn4")
 
 
-# --- what a backend runs on -----------------------------------------------------------------------
-
-
 def installed(monkeypatch, **packages):
     """The machine has these packages, with - for _."""
 
@@ -224,9 +221,6 @@ def test_more_ranks_than_the_machine_has_are_refused():
     wanted = "tp-degree 4 x context_parallel 4 x guidance_parallel 5: 80 ranks .* has 64"
     with pytest.raises(UserError, match=f"{wanted} .*\nTogether at most 64"):
         wide.check_cores(4)
-
-
-# --- one clip on several chips --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -337,9 +331,6 @@ def test_a_launch_begins_a_row_of_the_torus_unless_the_machine_has_none(monkeypa
     switched = replace(resolve("trn2.48xlarge"), chip=replace(TRAINIUM2, torus_row=0), context_parallel=4)
     switched.check_degree(8)
     assert environment.cores(switched, 4) == [*range(8, 24)]
-
-
-# --- Trainium3 ------------------------------------------------------------------------------------
 
 
 def test_a_trainium3_has_its_own_limits_and_target_and_links_without_a_torus():

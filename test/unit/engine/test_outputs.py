@@ -43,9 +43,6 @@ def write_state(path: Path) -> None:
     write_run_tensors(path, {"s1_video": torch.zeros(1), "generator_state": generator}, {})
 
 
-# --- an output is an input ------------------------------------------------------------------------
-
-
 @pytest.fixture
 def linked(tmp_path):
     """image.png, which out.mp4 links to; artifacts, which `linked` links to, with a link to a file that is
@@ -119,9 +116,6 @@ def test_neither_the_plot_of_a_report_nor_the_video_of_the_api_is_written_over_a
         with pytest.raises(UserError, match=message):
             pipe("rain", image=image, output_type="mp4", output_path=video)
     assert path.read_text() == "{}" and image.read_bytes() == tiny.image.read_bytes()
-
-
-# --- files that nobody named ----------------------------------------------------------------------
 
 
 def text(content: str):
@@ -214,8 +208,6 @@ def test_what_an_earlier_batch_made_is_replaced(tmp_path):
     Results(tmp_path, lines).done(lines[2])  # its JSON was removed later
     batch.check_outputs(lines, tmp_path, None, {})
 
-
-# --- runs of any names ----------------------------------------------------------------------------
 
 READ = ("in/gemma/config.json", "in/artifacts/rank_00.safetensors", "in/photo.png", "in/photo.json", "in/jobs.jsonl")
 OF_OTHERS = ("out/theirs.json", "out/stated.resume.safetensors", "out/logged.failure.log", "out/0002.json")

@@ -47,9 +47,6 @@ def write(folder: Path, report: object, name: str = "run.json") -> str:
     return str(path)
 
 
-# --- recorded -------------------------------------------------------------------------------------
-
-
 def test_a_phase_is_timed_and_what_lies_between_phases_is_the_residual():
     recorder = Recorder()
     with recorder.phase("load_gemma3"):
@@ -282,9 +279,6 @@ def test_the_first_clip_is_timed_from_the_start_of_the_process():
     assert 0.4 <= float(done.stdout) < time.monotonic() - began - 0.9
 
 
-# --- shown ----------------------------------------------------------------------------------------
-
-
 def test_the_table_shows_every_part_within_100_columns():
     report = recorded() | {"start_to_first_clip": 41.5}
     text = latency.table(report)
@@ -347,9 +341,6 @@ def test_a_file_that_is_not_a_report_is_refused_with_what_it_lacks(change, messa
         latency.validate(report, "run.json")
     with pytest.raises(UserError, match="not a latency report of schema 1"):
         latency.validate([])
-
-
-# --- the command ----------------------------------------------------------------------------------
 
 
 def exit_of(*words: object) -> int:

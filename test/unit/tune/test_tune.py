@@ -26,7 +26,7 @@ from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
 from ltx_neuron.tune import __main__ as command
 from ltx_neuron.tune import search as searching
-from ltx_neuron.tune.search import Measurement, baseline_settings, check_layers, search, wins
+from ltx_neuron.tune.search import Measurement, check_layers, search, wins
 from ltx_neuron.tune.trials import Journal, Trials, last_words, table, violation
 from ltx_neuron.tune.variant import first_blocks, rel_l2
 
@@ -54,9 +54,6 @@ def best_of(step_ms, values: dict = VALUES) -> tuple[dict, list]:
         return [{key: value} for value in values[key]]
 
     return search(OWN, tuple(values), others, 3, measure), measured
-
-
-# --- when a setting is kept -----------------------------------------------------------------------
 
 
 def test_a_keys_fastest_value_is_kept_and_the_next_key_is_tried_from_it():
@@ -93,10 +90,9 @@ def test_a_difference_below_the_noise_keeps_the_profiles_own(own, other, kept):
 
 
 def test_a_lucky_first_time_decides_nothing():
-    def step_ms(settings, turn):
-        return 50 if settings["attention"] == "matmul" and turn == 0 else 100
-
-    best, measured = best_of(step_ms, {"attention": ["matmul"]})
+    best, measured = best_of(
+        lambda s, turn: 50 if (s["attention"], turn) == ("matmul", 0) else 100, {"attention": ["matmul"]}
+    )
     turns = [(settings["attention"], turn) for settings, turn in measured]
     # One lost turn decides: the other two are not taken.
     assert best == OWN and turns[2:] == [("sdpa", 1), ("matmul", 1)]
@@ -128,8 +124,6 @@ def test_a_variants_distance_is_judged_by_the_dtype_and_by_the_own_ones(dtype, f
         assert problem.startswith("differs: video is ")
         assert float(problem.rpartition(" ")[2]) == pytest.approx(allowed)
 
-
-# --- what is tried --------------------------------------------------------------------------------
 
 NXD, BUFFER = {"neuronx-distributed": "0.19"}, f"environment.{COLLECTIVES_BUFFER}"
 BOTH, BLOCKS = NXD | {"torch-neuronx": "2.13.3"}, "blocks_per_graph"
@@ -240,8 +234,6 @@ def test_the_first_blocks_of_a_graph_take_the_same_weights(tmp_path):
     assert (cut / "blocks.pt2").read_bytes() == b"a graph"
 
 
-# --- the journal ----------------------------------------------------------------------------------
-
 REQUEST = {"request": "1", "typed": ["lnc=2"]}
 
 
@@ -287,8 +279,6 @@ def test_the_table_has_a_line_for_each_variant_with_what_became_of_it():
     assert best == "51.00 2 0.50 1.0 1.0e-07 attention=matmul: chosen"
     assert lines[3].endswith("threads=2: took longer") and len(lines) == 4
 
-
-# --- the file that commands take ------------------------------------------------------------------
 
 IGNORING = "--profile-set tuned=no"
 
@@ -472,8 +462,6 @@ def test_graphs_compiled_before_the_tuning_are_named_with_what_to_type(opened, b
     assert tuned_line == f"tuned: attention=matmul ({path}; {IGNORING} ignores it)"
 
 
-# --- the command ----------------------------------------------------------------------------------
-
 # 64x64, 9 frames of the distilled recipe, and: what is typed -> what the refusal says
 REFUSED = [
     ("--keys attention speed", "--keys speed: unknown; known: backend,"),
@@ -510,9 +498,3 @@ def test_a_download_of_ltx_2_5_is_tuned_with_its_sampler_and_has_no_convolutions
     assert [stage.sampler for stage in jobs.pop().stages] == ["ancestral"]
     with pytest.raises(UserError, match="--vae: the diffusion decoder has no convolutions"):
         tune(split.folder, tmp_path, "--video-vae-path", split.diffusion_vae, "--vae")
-
-
-def test_all_that_can_be_tuned_is_a_value_of_the_profile():
-    own = baseline_settings(resolve("trn2.3xlarge"))
-    assert resolve("trn2.3xlarge", tuple(f"{key}={value}" for key, value in own.items()))
-    assert own["attention"] == "nki" and own["threads"] == "0"
