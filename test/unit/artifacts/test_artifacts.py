@@ -196,7 +196,7 @@ def test_what_is_damaged_unfinished_or_of_another_name_here_is_not_sent(made, tm
         push(store, made, [identity["kind"]])
     renamed = place.rename(place.with_name("dit-tp2-float32-01234567"))
     with pytest.raises(UserError, match="is not a valid manifest"):
-        push(store, made, [])
+        push(store, made, [identity["kind"]])
     assert names_in(store.files()) == []
     (renamed / MANIFEST).unlink()
     (other,) = (of for of in (WEIGHTS, GRAPHS) if of != identity)

@@ -294,35 +294,31 @@ def test_on_a_cpu_ranks_map_their_weights_and_neither_memory_nor_time_has_a_verd
     assert phases.cold == [] and "cold" not in clip_table(phases)
 
 
-def bytes_to_encode(frames: int, *sides: int, whole: bool = False) -> int:
-    """Bytes of the host that one such clip takes, of a run in bfloat16 in float32."""
-    return vae_memory.encode_bytes(CONFIG, (frames, *sides), TRN2.host_threads, FLOAT32, torch.bfloat16, whole)
-
-
 RETAKE, REFERENCE = inputs.Retake(FILE, 0, 1), inputs.ReferenceVideo(FILE, 1.0, 121)
 LENGTHENED = [inputs.Retake(FILE, extend=seconds, source_frames=241) for seconds in (3.0, -3.0)]
 IMAGES = inputs.ImageCondition(FILE), inputs.ImageCondition(FILE, 8)
 
 
 @pytest.mark.parametrize(
-    ("size", "fields", "wanted"),
+    ("size", "fields", "pixels", "whole"),
     [
-        ((*LONG, True), {}, 0),
         # At the size of each stage.
-        ((*LONG, True), {"images": IMAGES}, bytes_to_encode(1, 512, 768)),
-        (LONG, {"retake": RETAKE}, bytes_to_encode(121, 512, 768)),
+        ((*LONG, True), {"images": IMAGES}, (1, 512, 768), False),
+        (LONG, {"retake": RETAKE}, (121, 512, 768), False),
         # What the windows of an extended video see; before its beginning a frame more, at the end of the clip.
-        ((512, 768, 41), {"retake": LENGTHENED[0]}, bytes_to_encode(17, 512, 768)),
-        ((512, 768, 41), {"retake": LENGTHENED[1]}, bytes_to_encode(25, 512, 768)),
+        ((512, 768, 41), {"retake": LENGTHENED[0]}, (17, 512, 768), False),
+        ((512, 768, 41), {"retake": LENGTHENED[1]}, (25, 512, 768), False),
         # Whole, and at the size of stage 1.
-        ((*LONG, True), {"references": (REFERENCE,)}, bytes_to_encode(121, 256, 384, whole=True)),
+        ((*LONG, True), {"references": (REFERENCE,)}, (121, 256, 384), True),
         # In tiles at the size of each stage.
-        ((*LONG, True), {"dubbing": REFERENCE}, bytes_to_encode(121, 512, 768)),
+        ((*LONG, True), {"dubbing": REFERENCE}, (121, 512, 768), False),
     ],
 )
-def test_the_hosts_memory_is_that_of_the_largest_clip_or_image_that_is_encoded(size, fields, wanted):
+def test_the_hosts_memory_is_that_of_the_largest_clip_or_image_that_is_encoded(size, fields, pixels, whole):
+    """Of a run in bfloat16 in float32."""
     in_float32 = replace(TRN2, host_dtype="float32")
     host = planning._on_the_host(CONFIG, in_float32, job_of(size[:3], len(size) > 3, **fields), torch.bfloat16)
+    wanted = vae_memory.encode_bytes(CONFIG, pixels, TRN2.host_threads, FLOAT32, torch.bfloat16, whole)
     assert host["host_bytes_to_encode"] == wanted
 
 
