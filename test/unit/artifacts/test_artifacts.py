@@ -141,15 +141,26 @@ def copied(monkeypatch):
     return names
 
 
-def in_a_process(work) -> int:
-    """The exit code of a process that does some work; negative if a signal ended it."""
+def killed_in_the_second_file(url: str, names: list[str], method: str, work) -> bool:
+    """Whether a process was killed while it copied half of the second file, by a method of fsspec."""
 
-    def quietly():
+    def run():
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # its progress bar
         tqdm.set_lock(threading.RLock())  # a killed process would leave the bars' own locked
+        fs = Store(url).fs  # one for all stores of a kind
+        copy = getattr(fs, method)
+
+        def half(source, target, **more):
+            if len(names) < 2:
+                return copy(source, target, **more)
+            if not url.startswith("s3"):  # which shows nothing of a half
+                Path(target).write_bytes(b"half")
+            return os.kill(os.getpid(), signal.SIGKILL)
+
+        setattr(fs, method, half)
         work()
 
-    return exit_code(forked(quietly))
+    return exit_code(forked(run)) == -signal.SIGKILL
 
 
 def change(url: str, name: str, change) -> None:
@@ -244,21 +255,7 @@ def test_many_pushes_and_pulls_at_once_end_whole(made, tmp_path):
 def test_a_killed_pull_goes_on_with_the_file(url, made, tmp_path, copied):
     push(Store(url), made, [])
     here, weights = tmp_path / "here", folder(tmp_path / "here", WEIGHTS)
-
-    def killed_in_the_second_file():
-        fs = Store(url).fs  # one for all stores of a kind
-        get_file = fs.get_file
-
-        def half(place, path, **more):
-            get_file(place, path, **more)
-            if len(copied.get) == 2:
-                os.truncate(path, 1000)
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        fs.get_file = half
-        pull(Store(url), here, ["weights"])
-
-    assert in_a_process(killed_in_the_second_file) == -signal.SIGKILL
+    assert killed_in_the_second_file(url, copied.get, "get_file", lambda: pull(Store(url), here, ["weights"]))
     with pytest.raises(UserError, match="are not finished"):
         find(here, WEIGHTS, "make them")
     names = [path.name for path in weights.iterdir() if not path.name.startswith(".")]
@@ -274,21 +271,7 @@ def test_a_killed_pull_goes_on_with_the_file(url, made, tmp_path, copied):
 
 @pytest.mark.parametrize("url", ["folder", "s3"], indirect=True)  # other processes reach them
 def test_a_killed_push_is_nothing_to_pull_and_goes_on_with_the_file(url, made, tmp_path, copied):
-    def killed_in_the_second_file():
-        fs = Store(url).fs
-        put_file = fs.put_file
-
-        def half(path, place, **more):
-            if len(copied.put) < 2:
-                return put_file(path, place, **more)
-            if not url.startswith("s3"):  # which shows nothing of a half
-                Path(place).write_bytes(Path(path).read_bytes()[:1000])
-            return os.kill(os.getpid(), signal.SIGKILL)
-
-        fs.put_file = half
-        push(Store(url), made, ["weights"])
-
-    assert in_a_process(killed_in_the_second_file) == -signal.SIGKILL
+    assert killed_in_the_second_file(url, copied.put, "put_file", lambda: push(Store(url), made, ["weights"]))
     assert names_in(Store(url).files()) == []
     with pytest.raises(UserError, match="has no artifacts"):
         pull(Store(url), tmp_path / "here", [])
