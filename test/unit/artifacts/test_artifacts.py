@@ -102,9 +102,9 @@ def make_graphs(artifacts: Path, seed: int = 0) -> None:
 
 
 @pytest.fixture
-def made(tmp_path):
+def source(tmp_path):
     """Artifacts of one machine: weights, graphs, and what is the machine's own."""
-    artifacts = tmp_path / "made"
+    artifacts = tmp_path / "source"
     make_weights(artifacts)
     make_graphs(artifacts)
     for own in ("calibration", "prompts", "compiled/inductor"):
@@ -176,15 +176,15 @@ def flipped(data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("url", ["folder", "memory", "s3"], indirect=True)
-def test_what_is_pulled_is_what_was_pushed_and_nothing_of_the_machine(url, made, tmp_path, copied, capsys):
+def test_what_is_pulled_is_what_was_pushed_and_nothing_of_the_machine(url, source, tmp_path, copied, capsys):
     here = tmp_path / "here"
-    push(Store(url), made, [])
+    push(Store(url), source, [])
     weights, graphs = sorted(pull(Store(url), here, []), reverse=True)
-    assert content(here) == sets_of(made) and verify(weights) == []
+    assert content(here) == sets_of(source) and verify(weights) == []
     assert (find(here, WEIGHTS, ""), find(here, GRAPHS, "")) == (weights, graphs)
     copied.put.clear()
     copied.get.clear()
-    push(Store(url), made, [])
+    push(Store(url), source, [])
     pull(Store(url), here, [])
     assert copied.put == copied.get == []
     assert capsys.readouterr().out.count("already present: ") == 4
@@ -199,23 +199,23 @@ def test_what_is_pulled_is_what_was_pushed_and_nothing_of_the_machine(url, made,
 
 
 @pytest.mark.parametrize("identity", [WEIGHTS, GRAPHS])
-def test_what_is_damaged_unfinished_or_of_another_name_here_is_not_sent(made, tmp_path, identity):
-    place, store = folder(made, identity), Store(tmp_path / "store")
+def test_what_is_damaged_unfinished_or_of_another_name_here_is_not_sent(source, tmp_path, identity):
+    place, store = folder(source, identity), Store(tmp_path / "store")
     path = next(path for path in sorted(place.iterdir()) if path.suffix != ".json")
     path.write_bytes(flipped(path.read_bytes()))
     with pytest.raises(UserError, match=rf"{path.name} is damaged: .*\nMake it again: rm -r"):
-        push(store, made, [identity["kind"]])
+        push(store, source, [identity["kind"]])
     renamed = place.rename(place.with_name("dit-tp2-float32-01234567"))
     with pytest.raises(UserError, match="is not a valid manifest"):
-        push(store, made, [identity["kind"]])
+        push(store, source, [identity["kind"]])
     assert names_in(store.files()) == []
     (renamed / MANIFEST).unlink()
     (other,) = (of for of in (WEIGHTS, GRAPHS) if of != identity)
-    assert push(store, made, []) == [f"{other['kind']}/{folder(made, other).name}"]
+    assert push(store, source, []) == [f"{other['kind']}/{folder(source, other).name}"]
 
 
-def test_only_what_is_missing_or_damaged_here_is_taken(url, made, tmp_path, copied):
-    push(Store(url), made, [])
+def test_only_what_is_missing_or_damaged_here_is_taken(url, source, tmp_path, copied):
+    push(Store(url), source, [])
     pull(Store(url), tmp_path / "here", [])
     here, graphs = folder(tmp_path / "here", WEIGHTS), folder(tmp_path / "here", GRAPHS)
     with open(here / "rank0.safetensors", "ab") as file:
@@ -223,18 +223,18 @@ def test_only_what_is_missing_or_damaged_here_is_taken(url, made, tmp_path, copi
     (graphs / "head.pt").unlink()
     copied.get.clear()
     pull(Store(url), tmp_path / "here", [])
-    assert content(tmp_path / "here") == sets_of(made)
+    assert content(tmp_path / "here") == sets_of(source)
     assert {name.rpartition("/")[2] for name in copied.get} == {"rank0.safetensors", "head.pt"}
     path = here / "rank1.safetensors"
     path.write_bytes(flipped(path.read_bytes()))
     pull(Store(url), tmp_path / "here", [])
-    assert content(tmp_path / "here") != sets_of(made)  # sizes are compared, as a run does
+    assert content(tmp_path / "here") != sets_of(source)  # sizes are compared, as a run does
     pull(Store(url), tmp_path / "here", [], check=True)
-    assert content(tmp_path / "here") == sets_of(made)
+    assert content(tmp_path / "here") == sets_of(source)
 
 
-def test_graphs_that_another_machine_compiled_to_other_bytes_are_as_good(url, made, tmp_path):
-    push(Store(url), made, [])
+def test_graphs_that_another_machine_compiled_to_other_bytes_are_as_good(url, source, tmp_path):
+    push(Store(url), source, [])
     make_graphs(tmp_path / "other", seed=1)
     assert push(Store(url), tmp_path / "other", []) == []
     before = content(tmp_path / "other")
@@ -242,18 +242,18 @@ def test_graphs_that_another_machine_compiled_to_other_bytes_are_as_good(url, ma
     assert content(tmp_path / "other") == before
 
 
-def test_many_pushes_and_pulls_at_once_end_whole(made, tmp_path):
+def test_many_pushes_and_pulls_at_once_end_whole(source, tmp_path):
     store, here = str(tmp_path / "store"), tmp_path / "here"
-    for work in (lambda: push(Store(store), made, [], force=True), lambda: pull(Store(store), here, [])):
+    for work in (lambda: push(Store(store), source, [], force=True), lambda: pull(Store(store), here, [])):
         children = [forked(work) for _ in range(3)]
         assert [exit_code(child) for child in children] == [0, 0, 0]
-    assert content(here) == sets_of(made)
+    assert content(here) == sets_of(source)
     assert not [name for name in content(tmp_path / "store") if "partial" in name]
 
 
 @FOLDER_AND_MEMORY
-def test_a_killed_pull_goes_on_with_the_file(url, made, tmp_path, copied):
-    push(Store(url), made, [])
+def test_a_killed_pull_goes_on_with_the_file(url, source, tmp_path, copied):
+    push(Store(url), source, [])
     here, weights = tmp_path / "here", folder(tmp_path / "here", WEIGHTS)
     assert killed_in_the_second_file(url, copied.get, "get_file", lambda: pull(Store(url), here, ["weights"]))
     with pytest.raises(UserError, match="are not finished"):
@@ -266,25 +266,25 @@ def test_a_killed_pull_goes_on_with_the_file(url, made, tmp_path, copied):
     pull(Store(url), here, ["weights"])
     assert [name.rpartition("/")[2] for name in copied.get] == ["rank1.safetensors", "host.safetensors"]
     (weights / "notes of a person").unlink()  # but what interrupted runs left is gone
-    assert content(weights) == content(folder(made, WEIGHTS))
+    assert content(weights) == content(folder(source, WEIGHTS))
 
 
 @pytest.mark.parametrize("url", ["folder", "s3"], indirect=True)  # other processes reach them
-def test_a_killed_push_is_nothing_to_pull_and_goes_on_with_the_file(url, made, tmp_path, copied):
-    assert killed_in_the_second_file(url, copied.put, "put_file", lambda: push(Store(url), made, ["weights"]))
+def test_a_killed_push_is_nothing_to_pull_and_goes_on_with_the_file(url, source, tmp_path, copied):
+    assert killed_in_the_second_file(url, copied.put, "put_file", lambda: push(Store(url), source, ["weights"]))
     assert names_in(Store(url).files()) == []
     with pytest.raises(UserError, match="has no artifacts"):
         pull(Store(url), tmp_path / "here", [])
-    push(Store(url), made, ["weights"])
+    push(Store(url), source, ["weights"])
     sent = [name.rpartition("/")[2] for name in copied.put]
     assert sent == ["rank1.safetensors", "host.safetensors", MANIFEST]
     (weights,) = pull(Store(url), tmp_path / "here", [])
-    assert content(weights) == content(folder(made, WEIGHTS))
+    assert content(weights) == content(folder(source, WEIGHTS))
 
 
 @FOLDER_AND_MEMORY
-def test_a_network_that_breaks_ends_the_pull_which_goes_on(url, made, tmp_path):
-    push(Store(url), made, [])
+def test_a_network_that_breaks_ends_the_pull_which_goes_on(url, source, tmp_path):
+    push(Store(url), source, [])
 
     def breaking(*arguments, **more):
         raise ConnectionResetError("reset by peer")
@@ -300,8 +300,8 @@ def test_a_network_that_breaks_ends_the_pull_which_goes_on(url, made, tmp_path):
 
 @FOLDER_AND_MEMORY
 @pytest.mark.parametrize("damage", [flipped, lambda data: data[:-1]])
-def test_a_damaged_file_is_refused_and_the_push_in_the_message_mends_it(url, made, tmp_path, damage):
-    push(Store(url), made, [])
+def test_a_damaged_file_is_refused_and_the_push_in_the_message_mends_it(url, source, tmp_path, damage):
+    push(Store(url), source, [])
     files = [name for name in Store(url).files() if not name.endswith(MANIFEST)]
     for number, file in enumerate(random.Random(0).sample(files, 3)):
         name, here = file.rpartition("/")[0], tmp_path / f"here{number}"
@@ -310,22 +310,22 @@ def test_a_damaged_file_is_refused_and_the_push_in_the_message_mends_it(url, mad
             pull(Store(url), here, [])
         assert not (here / name / MANIFEST).exists()
         for path in (here / name).glob("*"):  # what has its name is right
-            assert path.read_bytes() == (made / name / path.name).read_bytes()
+            assert path.read_bytes() == (source / name / path.name).read_bytes()
         words = str(refused.value).rpartition(f"type: {command('artifacts')} ")[2].split()
-        main([*words, "--artifacts-dir", str(made)])
+        main([*words, "--artifacts-dir", str(source)])
         pull(Store(url), here, [])
-        assert content(here) == sets_of(made)
+        assert content(here) == sets_of(source)
 
 
-def test_a_damaged_manifest_or_a_lost_file_is_refused_and_a_push_mends_it(url, made, tmp_path, copied):
-    (name,) = push(Store(url), made, ["weights"])
+def test_a_damaged_manifest_or_a_lost_file_is_refused_and_a_push_mends_it(url, source, tmp_path, copied):
+    (name,) = push(Store(url), source, ["weights"])
     for damaged in (b"", b"[]", b"\xff", b"{}", b'{"identity": []}', b"[" * 9999):
         change(url, f"{name}/{MANIFEST}", lambda _, damaged=damaged: damaged)
         with pytest.raises(UserError, match=r"manifest\.json is damaged: "):
             pull(Store(url), tmp_path / "here", [])
         assert "is damaged" in table(Store(url), [])
     assert not (tmp_path / "here").exists()
-    assert push(Store(url), made, ["weights"]) == [name]
+    assert push(Store(url), source, ["weights"]) == [name]
     pull(Store(url), tmp_path / "here", [])
     one, two = (f"{name}/rank{rank}.safetensors" for rank in (0, 1))
     change(url, one, lambda data: data[:-1])
@@ -333,7 +333,7 @@ def test_a_damaged_manifest_or_a_lost_file_is_refused_and_a_push_mends_it(url, m
     with pytest.raises(UserError, match="rank0.safetensors is damaged: it is missing or"):
         pull(Store(url), tmp_path / "there", [])
     copied.put.clear()
-    push(Store(url), made, ["weights"])
+    push(Store(url), source, ["weights"])
     assert copied.put[:2] == [one, two] and len(copied.put) == 3  # and the manifest
 
 
@@ -353,9 +353,9 @@ GRAPH = {"file": "../out.pt", "sha256": "0" * 64}
         *(("graphs", {"graphs": {name: GRAPH | {"file": f"{name}.pt"}}}) for name in ("../out", "a/b", "..", "/etc/x")),
     ],
 )
-def test_a_manifest_that_leads_out_of_its_folder_is_refused(made, tmp_path, kind, changed):
+def test_a_manifest_that_leads_out_of_its_folder_is_refused(source, tmp_path, kind, changed):
     store = Store(tmp_path / "store")
-    (name,) = push(store, made, [kind])
+    (name,) = push(store, source, [kind])
     path = tmp_path / "store" / name / MANIFEST
     write_json(path, read_json(path) | changed)
     before = content(tmp_path)
@@ -365,9 +365,9 @@ def test_a_manifest_that_leads_out_of_its_folder_is_refused(made, tmp_path, kind
 
 
 @pytest.mark.parametrize("what", ["rank0.safetensors", MANIFEST])
-def test_neither_links_nor_names_that_lead_out_of_a_stores_folder_are_followed(made, tmp_path, what):
+def test_neither_links_nor_names_that_lead_out_of_a_stores_folder_are_followed(source, tmp_path, what):
     store = Store(tmp_path / "store")
-    (name,) = push(store, made, ["weights"])
+    (name,) = push(store, source, ["weights"])
     path = tmp_path / "store" / name / what
     path.rename(tmp_path / path.name)
     path.symlink_to(tmp_path / path.name)
@@ -379,8 +379,8 @@ def test_neither_links_nor_names_that_lead_out_of_a_stores_folder_are_followed(m
     assert names_in(dict.fromkeys(files, 1)) == []
 
 
-def test_a_disk_without_room_is_refused_before_the_first_byte(url, made, tmp_path, monkeypatch):
-    push(Store(url), made, ["weights"])
+def test_a_disk_without_room_is_refused_before_the_first_byte(url, source, tmp_path, monkeypatch):
+    push(Store(url), source, ["weights"])
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100_000))
     with pytest.raises(UserError, match=r"dit.* needs 40\d\.\d kB more in .*100\.0 kB free"):
@@ -395,9 +395,9 @@ def exit_of(*words: str) -> int:
     return end.value.code
 
 
-def test_a_pull_to_a_disk_that_fills_up_goes_on(made, tmp_path, small_disk, capsys, monkeypatch):
+def test_a_pull_to_a_disk_that_fills_up_goes_on(source, tmp_path, small_disk, capsys, monkeypatch):
     """Its free space is not what it says."""
-    push(Store(tmp_path / "store"), made, ["weights"])
+    push(Store(tmp_path / "store"), source, ["weights"])
     (small_disk / "other").write_bytes(bytes(700_000))
     words = "pull", str(tmp_path / "store"), "--artifacts-dir", str(small_disk)
     monkeypatch.setattr("ltx_neuron.artifacts.transfer.check_space", lambda *_: None)
@@ -429,11 +429,11 @@ def test_a_pull_to_a_disk_that_fills_up_goes_on(made, tmp_path, small_disk, caps
     ],
 )
 def test_a_place_or_a_choice_that_cannot_be_is_refused_without_a_traceback(
-    s3, made, tmp_path, capsys, words, code, message
+    s3, source, tmp_path, capsys, words, code, message
 ):
     arguments = words.replace("EMPTY", str(tmp_path / "empty")).split(" ")
     if "--artifacts-dir" not in arguments:
-        arguments += ["--artifacts-dir", str(made)]
+        arguments += ["--artifacts-dir", str(source)]
     assert exit_of(*arguments) == code
     printed = capsys.readouterr()
     assert message in printed.err and "Traceback" not in printed.err
@@ -463,23 +463,23 @@ def tuned(artifacts: Path, threads: int = 4) -> tuned_settings.TunedSettings:
     return choice
 
 
-def test_tuned_settings_travel_and_never_replace_ones_own(url, made, tmp_path, capsys):
-    choice = tuned(made)
-    push(Store(url), made, [])
+def test_tuned_settings_travel_and_never_replace_ones_own(url, source, tmp_path, capsys):
+    choice = tuned(source)
+    push(Store(url), source, [])
     pull(Store(url), tmp_path / "here", [])
     assert tuned_settings.load(tmp_path / "here", TUNED).run == choice.run
-    assert push(Store(url), made, []) == []
+    assert push(Store(url), source, []) == []
     assert "tuned settings; 20" in table(Store(url), ["tuned"])
     own = tuned(tmp_path / "here", threads=8)
     pull(Store(url), tmp_path / "here", ["tuned"])
     assert f"kept: {own.path} (the store's file differs)" in capsys.readouterr().out
     assert tuned_settings.load(tmp_path / "here", TUNED).run == {"threads": "8"}
-    assert push(Store(url), tuned(made, threads=2).path.parents[1], ["tuned"])
+    assert push(Store(url), tuned(source, threads=2).path.parents[1], ["tuned"])
 
 
-def test_tuned_settings_of_another_name_or_that_are_damaged_are_refused(made, tmp_path):
+def test_tuned_settings_of_another_name_or_that_are_damaged_are_refused(source, tmp_path):
     store = Store(tmp_path / "store")
-    (name,) = push(store, tuned(made).path.parents[1], ["tuned"])
+    (name,) = push(store, tuned(source).path.parents[1], ["tuned"])
     path = tmp_path / "store" / f"{name}.json"
     path = path.rename(path.with_name("trn2-tp4-bfloat16-12345678.json"))
     with pytest.raises(UserError, match="12345678.json is damaged: its identity does not match its name"):
@@ -491,9 +491,9 @@ def test_tuned_settings_of_another_name_or_that_are_damaged_are_refused(made, tm
 
 
 @pytest.mark.parametrize("only", ["graphs", "vae", "graphs/vae*", "*8x8x4*"])
-def test_a_part_of_a_store_is_chosen_by_kind_model_or_name(made, tmp_path, only):
-    url, name = str(tmp_path / "store"), folder(made, GRAPHS).name
-    main(["push", url, "--artifacts-dir", str(made)])
+def test_a_part_of_a_store_is_chosen_by_kind_model_or_name(source, tmp_path, only):
+    url, name = str(tmp_path / "store"), folder(source, GRAPHS).name
+    main(["push", url, "--artifacts-dir", str(source)])
     with pytest.raises(UserError, match=r"(?s)--only weight matches nothing.*graphs/vae.*weights/dit"):
         pull(Store(url), tmp_path / "here", [only, "weight"])
     assert not (tmp_path / "here").exists()

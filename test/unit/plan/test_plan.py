@@ -96,7 +96,7 @@ def clip(planned):
 
     def timed(job=None, profile=TRN2, **changes):
         job = job or job_of()
-        run = dict(arithmetic=Arithmetic(torch.bfloat16, 8), neuron_gemma=False, neuron_vae=False) | changes
+        run = dict(arithmetic=Arithmetic(torch.bfloat16), neuron_gemma=False, neuron_vae=False) | changes
         return ClipPlanner(planned(job, profile), CONFIG, weights, profile, job, **run).planned()
 
     return timed

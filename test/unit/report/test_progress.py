@@ -76,14 +76,14 @@ def test_a_terminal_shows_the_seconds_of_phases_and_of_steps_and_those_of_the_la
     assert re.search(r"loading the transformer: 1\.\d s\r\n", first)
     assert re.search(r"stage 1: +0%[^\r]*\[00:01<", first), "time passes between steps"
     assert "loading the transformer: 00:00, last time 1 s" in second
-    shown = re.sub(r"\x1b\[\w", "", second)
-    assert all(len(text) <= COLUMNS for text in re.split(r"[\r\n]+", shown))
+    printed = re.sub(r"\x1b\[\w", "", second)
+    assert all(len(text) <= COLUMNS for text in re.split(r"[\r\n]+", printed))
 
 
 def test_what_is_printed_while_a_line_counts_stands_above_it():
-    shown = on_a_terminal("-c", PRINTS).split("recipe: distilled")
-    assert len(shown) == 2 and shown[0].endswith("\r"), "the line is cleared first"
-    assert re.match(r"\r\n\r?checking", shown[1])
+    printed = on_a_terminal("-c", PRINTS).split("recipe: distilled")
+    assert len(printed) == 2 and printed[0].endswith("\r"), "the line is cleared first"
+    assert re.match(r"\r\n\r?checking", printed[1])
 
 
 def test_nothing_is_printed_where_stderr_is_no_terminal(times):

@@ -153,8 +153,8 @@ def test_a_keys_other_values_are_tried_where_the_machine_has_them(monkeypatch, k
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     monkeypatch.setattr(profiles, "package_version", packages.get)
     monkeypatch.setattr(searching, "find_spec", packages.get)
-    name, *typed = settings.split()
-    assert searching.candidates(key, resolve(name, typed), 4, 48) == values
+    name, *words = settings.split()
+    assert searching.candidates(key, resolve(name, tuple(words)), 4, 48) == values
 
 
 # depth, layers -> graphs' blocks. At a cut depth every call must end with it, and the whole step cannot end early.
@@ -203,7 +203,7 @@ TWO_CHIPS, FOUR_CHIPS = (f"context_parallel={n} blocks_per_graph={4 * n}" for n 
 )
 def test_the_layouts_that_are_tried_are_those_that_the_machines_cores_allow(machine, tp, cores, job, first, count):
     name, *settings = machine.split()
-    baseline, changes = searching.layout_candidates(resolve(name, settings), tp, job, cores)
+    baseline, changes = searching.layout_candidates(resolve(name, tuple(settings)), tp, job, cores)
     assert baseline.items() >= dict(guidance_parallel="1", context_parallel="1").items()
     layouts = [" ".join(f"{key}={value}" for key, value in change.items()) for change in changes]
     assert layouts[: len(first)] == first and len(layouts) == count
@@ -338,9 +338,9 @@ def test_graph_settings_are_those_of_the_dit_and_of_its_size_and_typed_ones_win_
     assert next(of_text) == next(of_text)
     assert workspace.profile.attention == "sdpa" and workspace.profile.threads == 2
     assert workspace.identity["rank_threads"] == 2
-    typed = opened("attention=sdpa", "threads=1", take=True)
-    ours = dit_identity(typed)
-    assert (ours["attention"], ours["blocks_per_graph"], typed.profile.threads) == ("sdpa", 1, 1)
+    workspace = opened("attention=sdpa", "threads=1", take=True)
+    ours = dit_identity(workspace)
+    assert (ours["attention"], ours["blocks_per_graph"], workspace.profile.threads) == ("sdpa", 1, 1)
     assert dit_identity(opened("blocks_per_graph=2", take=True))["blocks_per_graph"] == 2
 
 
