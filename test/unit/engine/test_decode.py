@@ -147,7 +147,7 @@ def test_the_host_decodes_in_the_profiles_dtype_which_is_recorded(tiny, tmp_path
     assert host_models(tiny).video_decoder.arithmetic == FLOAT32
 
 
-@pytest.mark.parametrize("chosen", [FLOAT32, Arithmetic(torch.bfloat16, 8)], ids=str)
+@pytest.mark.parametrize("chosen", [FLOAT32, Arithmetic(torch.bfloat16)], ids=str)
 def test_a_run_in_bfloat16_encodes_and_upsamples_in_what_is_faster_here(tiny, chosen):
     exact, theirs, ours = host_models(tiny), *(host_models(tiny, torch.bfloat16, arithmetic=a) for a in (None, chosen))
     for method, value in {
@@ -169,7 +169,7 @@ def test_a_run_in_bfloat16_encodes_and_upsamples_in_what_is_faster_here(tiny, ch
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_run_encodes_clips_by_the_fast_convolutions_in_what_its_latents_are_made_in(tiny, dtype):
-    chosen = Arithmetic(torch.bfloat16, 8)  # of frames; a run in float32 has its latents so
+    chosen = Arithmetic(torch.bfloat16)  # of frames; a run in float32 has its latents so
     host, exact = host_models(tiny, dtype, arithmetic=chosen), host_models(tiny)
     assert type(host.video_encoder).__name__ == "HostVideoModel"
     assert host.video_encoder.arithmetic == (FLOAT32 if dtype == torch.float32 else chosen)
