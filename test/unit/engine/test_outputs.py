@@ -13,7 +13,7 @@ from jobs import make_job, replace
 
 from ltx_neuron import batch
 from ltx_neuron.batch import RESULTS, Line, Results
-from ltx_neuron.engine.outputs import OutputPaths, is_sidecar, sibling_files, sidecar
+from ltx_neuron.engine.outputs import OutputPaths, is_log, is_sidecar, logging_failure, sibling_files, sidecar
 from ltx_neuron.engine.resume import SUFFIX, state_path, write_run_tensors
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MARK, whole_file, write_json, write_tensors
@@ -157,9 +157,30 @@ def test_a_runs_own_files_are_replaced_and_other_files_of_their_names_are_not(tm
 def test_a_sidecar_that_a_run_writes_is_known_again(tmp_path):
     job, recorder = make_job("rain"), Recorder()
     report = recorder.report(job.describe(), "cpu", 1, {}, {"code": ""})
+    phase = {"name": "decode_video", "seconds": 1.0}
+    report["phases"] = [phase, phase | {"overlapped_seconds": 0.5}]
+    assert sidecar(job, report)["seconds"] == {"decode_video": 2.5}
     write_json(tmp_path / "out.json", sidecar(job, report))
     write_json(tmp_path / "report.json", report)
     assert is_sidecar(tmp_path / "out.json") and not is_sidecar(tmp_path / "report.json")
+
+
+def test_a_run_that_fails_leaves_a_log_and_its_state_and_a_finished_one_neither(tmp_path, capsys):
+    log, state = (sibling_files(tmp_path / "out.mp4")[kind] for kind in ("log", "state"))
+    with pytest.raises(ValueError, match="broken"), logging_failure(log, state):
+        write_state(state)
+        raise ValueError("broken")
+    assert is_log(log) and "ValueError: broken" in log.read_text()
+    printed = capsys.readouterr().err
+    assert f"kept: {state}; type the same command with --resume" in printed and f"log: {log}" in printed
+    log.unlink()
+    for error in (UserError("a typing mistake"), OSError("the disk is full")):  # of an earlier run's state
+        with pytest.raises(type(error)), logging_failure(log, state):
+            raise error
+    assert not log.exists() and state.exists() and capsys.readouterr().err == ""
+    with logging_failure(log, state):
+        log.touch()
+    assert not log.exists() and not state.exists()
 
 
 def test_an_input_or_output_with_the_name_of_a_frame_is_refused(tmp_path):

@@ -113,16 +113,10 @@ def test_the_release_at_tp_4_has_the_published_shards_and_ideal_steps(planned, s
     plan = planned(size)
     assert plan.block_weight_bytes_per_rank == pytest.approx(9.26e9, rel=0.03)
     assert plan.ideal_step_ms == pytest.approx(ideal_ms, rel=0.03)
+    assert plan.flops_per_step == pytest.approx(plan.ideal_step_ms / 1e3 * 667e12)
     assert plan.fits and plan.fits_resident
     # benchmarks/rehearsal.md: 38.02 GB of the transformer, 29.88 GB of text encoder, projections and connectors.
     assert plan.disk_bytes == pytest.approx(67.90e9, rel=1e-3)
-
-
-def test_flops_of_four_ranks_are_those_of_one(planned):
-    one, four = planned(SHORT, tp=1), planned(SHORT)
-    # What every rank computes in full, the latent projections and the text modulation, is below 1 %.
-    assert four.flops_per_step == pytest.approx(one.flops_per_step, rel=0.01)
-    assert one.collectives_per_step["count"] == 0
 
 
 def test_a_steps_forecast_is_the_sum_of_parts_that_name_their_sources(planned):
