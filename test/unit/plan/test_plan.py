@@ -318,7 +318,8 @@ def test_the_hosts_memory_is_that_of_the_largest_clip_or_image_that_is_encoded(s
 
 LORAS, SMALLER = (Lora(FILE, 1.0),), ((256, 384, 25), True)
 WITH_REFERENCE = {"references": (inputs.ReferenceVideo(FILE, 1.0, 25),), "stage_1_loras": LORAS}
-VOICE, MASK = inputs.ReferenceAudio(FILE, 126), inputs.AttentionMask(FILE, 1.0)
+VOICE, CLIPS_SOUND = (inputs.ReferenceAudio(FILE, latents) for latents in (126, 26))
+MASK = inputs.AttentionMask(FILE, 1.0)
 # In tiles of 1024x1536 with a reference of half the size, in both stages.
 TILED = {"references": (inputs.ReferenceVideo(FILE, 1.0, 121, 2),), "stage_1_loras": LORAS, "tile": True}
 PLAIN = "512x768, 8 steps, 6,144 video and 126 audio"
@@ -348,7 +349,7 @@ KINDS = {
         *(WITH_TOKENS, 2, "video; 8; load_transformer; spatial; 3"),
     ),
     "dubbing": (
-        job_of(*SMALLER, dubbing=inputs.ReferenceVideo(FILE, 1.0, 25), reference_sound=VOICE, loras=LORAS),
+        job_of(*SMALLER, dubbing=WITH_REFERENCE["references"][0], reference_sound=CLIPS_SOUND, loras=LORAS),
         "128x192, 8 steps, 96 video + 96 reference and 26 audio + 26 reference; "
         "256x384, 3 steps, 384 video + 384 reference and 26 audio + 26 reference",
         *(1, "video; video; sound; 8; spatial; 3"),
