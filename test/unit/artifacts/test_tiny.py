@@ -1,5 +1,4 @@
-"""The tiny assets have the released format and can be loaded by those who read the released
-files."""
+"""The tiny assets have the released format, at any size, and take no other files' place."""
 
 import json
 import sys
@@ -17,26 +16,9 @@ from tiny.weights import DIFFUSION
 from ltx_neuron.errors import UserError
 from ltx_neuron.host.models import import_ltx_core
 
-OTHER_SIZES = TinySizes(
-    layers=3,
-    heads=8,
-    head_dim=10,
-    audio_head_dim=6,
-    connector_layers=1,
-    gemma_layers=6,
-    gemma_heads=4,
-    gemma_kv_heads=2,
-    gemma_head_dim=16,
-    gemma_hidden=48,
-    gemma_vocab=600,
-    gemma_sliding_window_pattern=3,
-    seed=5,
-)
-
-
-@pytest.fixture(scope="module", params=["tiny", "other"])
-def assets(request, tiny, tmp_path_factory):
-    return tiny if request.param == "tiny" else make_tiny(tmp_path_factory.mktemp("o"), OTHER_SIZES)
+GEMMA = dict(gemma_layers=6, gemma_heads=4, gemma_kv_heads=2, gemma_head_dim=16, gemma_hidden=48, gemma_vocab=600)
+GEMMA |= {"gemma_sliding_window_pattern": 3}
+OTHER_SIZES = TinySizes(layers=3, heads=8, head_dim=10, audio_head_dim=6, connector_layers=1, seed=5, **GEMMA)
 
 
 def metadata(path: Path) -> dict:
@@ -48,49 +30,26 @@ def part(weights: dict, prefix: str) -> dict:
     return {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
 
 
-def every_tensor(assets) -> dict:
-    files = [path for path in assets if path.suffix == ".safetensors"] + [assets.gemma_root / "model.safetensors"]
-    return {(file.name, name): tensor for file in files for name, tensor in load_file(file).items()}
-
-
-def test_scale_shift_tables_are_fp32_all_else_is_bf16_and_no_weight_constant_or_infinite(assets):
-    for (_, name), tensor in every_tensor(assets).items():
-        expected = torch.float32 if "scale_shift_table" in name else torch.bfloat16
-        assert tensor.dtype == expected, name
-        assert tensor.isfinite().all(), name
-        assert tensor.numel() == 1 or tensor.float().std() > 0, name
-
-
 def test_the_metadata_is_the_released_config_with_other_sizes(tiny):
-    actual = metadata(tiny.checkpoint)
+    actual, released = metadata(tiny.checkpoint), released_config()
     config = json.loads(actual["config"])
-    assert actual["model_version"] == "2.3.0"
-    assert config.keys() == released_config().keys()
-    assert config["transformer"].keys() == released_config()["transformer"].keys()
+    assert actual["model_version"] == "2.3.0" and config.keys() == released.keys()
+    assert config["transformer"].keys() == released["transformer"].keys()
     assert (config["transformer"]["num_layers"], config["transformer"]["cross_attention_dim"]) == (2, 32)
 
 
-def test_config_overrides_reach_the_metadata_and_the_weights(tmp_path):
-    overrides = {"transformer": {"num_layers": 1, "rope_type": "interleaved"}}
-    assets = make_tiny(tmp_path, config_overrides=overrides, model_version="2.0.0")
-    actual = metadata(assets.checkpoint)
-    transformer = json.loads(actual["config"])["transformer"]
-    assert actual["model_version"] == "2.0.0"
-    assert (transformer["num_layers"], transformer["rope_type"], transformer["num_attention_heads"]) == (
-        1,
-        "interleaved",
-        4,
-    )
-    assert not any("transformer_blocks.1." in name for name in load_file(assets.checkpoint) if "connector" not in name)
-
-
-def test_ltx_core_loads_every_part_strictly(assets):
+def test_other_sizes_are_loaded_strictly_by_ltx_core_and_by_transformers(tmp_path):
     import_ltx_core()
     from ltx_core.model.audio_vae import AudioDecoderConfigurator, VocoderConfigurator
     from ltx_core.model.transformer import LTXModelConfigurator
     from ltx_core.model.video_vae import VideoDecoderConfigurator, VideoEncoderConfigurator
+    from transformers import AutoTokenizer, Gemma3ForConditionalGeneration
 
+    assets = make_tiny(tmp_path, OTHER_SIZES)
     weights = load_file(assets.checkpoint)
+    for name, tensor in weights.items():
+        assert tensor.dtype == (torch.float32 if "scale_shift_table" in name else torch.bfloat16), name
+        assert tensor.isfinite().all() and (tensor.numel() == 1 or tensor.float().std() > 0), name
     config = json.loads(metadata(assets.checkpoint)["config"])
     transformer = {name: tensor for name, tensor in part(weights, DIFFUSION).items() if "connector" not in name}
     LTXModelConfigurator.from_config(config).load_state_dict(transformer, strict=True)
@@ -103,77 +62,37 @@ def test_ltx_core_loads_every_part_strictly(assets):
         shared = prefix.partition(".")[0] + ".per_channel_statistics."
         statistics = {f"per_channel_statistics.{name}": tensor for name, tensor in part(weights, shared).items()}
         configurator.from_config(config).load_state_dict(part(weights, prefix) | statistics, strict=True)
-
-
-def test_ltx_core_loads_both_upsamplers_from_their_own_config(assets):
-    from ltx_core.model.upsampler import LatentUpsamplerConfigurator
-
-    for path in (assets.spatial_upsampler, assets.temporal_upsampler):
-        upsampler = LatentUpsamplerConfigurator.from_config(json.loads(metadata(path)["config"]))
-        upsampler.load_state_dict(load_file(path), strict=True)
-
-
-def test_transformers_reads_the_layer_types_and_both_ropes_from_the_published_config(tiny):
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(tiny.gemma_root).text_config
-    assert config.layer_types == ["sliding_attention", "full_attention"] * 2
-    if hasattr(config, "rope_parameters"):
-        full = config.rope_parameters["full_attention"]
-        sliding = config.rope_parameters["sliding_attention"]
-    else:  # transformers 4
-        full = {"rope_theta": config.rope_theta} | config.rope_scaling
-        sliding = {"rope_theta": config.rope_local_base_freq, "rope_type": "default"}
-    assert (full["rope_theta"], full["rope_type"], full["factor"]) == (1e6, "linear", 8.0)
-    assert (sliding["rope_theta"], sliding["rope_type"]) == (1e4, "default")
-
-
-def test_transformers_loads_gemma_whole_and_its_hidden_states_are_lively(assets):
-    from transformers import AutoTokenizer, Gemma3ForConditionalGeneration
-
     root = assets.gemma_root
     model, loading = Gemma3ForConditionalGeneration.from_pretrained(root, output_loading_info=True)
     assert not loading["missing_keys"] and not loading["unexpected_keys"] and not loading["mismatched_keys"]
     tokens = AutoTokenizer.from_pretrained(root)("a man says hello to the world", return_tensors="pt").input_ids
     with torch.inference_mode():
         hidden = model.model.language_model(tokens, output_hidden_states=True).hidden_states
-    for state in hidden:
-        assert state.isfinite().all()
-        assert state.float().std(dim=1).mean() > 0.1, "all tokens look alike"
+    assert all(state.isfinite().all() and state.float().std(dim=1).mean() > 0.1 for state in hidden)  # no two alike
 
 
-def test_the_tokenizer_pads_on_the_left_and_gives_the_text_back(tiny):
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(tiny.gemma_root)
-    encoded = tokenizer("a golden retriever, naïve ☂", padding="max_length", max_length=64)
-    padding = encoded.attention_mask.count(0)
-    assert encoded.attention_mask == [0] * padding + [1] * (64 - padding)
-    assert 0 < padding < 60
-    assert encoded.input_ids[padding] == tokenizer.bos_token_id == 2
-    assert set(encoded.input_ids[:padding]) == {tokenizer.pad_token_id} == {0}
-    assert max(encoded.input_ids) < TinySizes().gemma_vocab
-    assert tokenizer.decode(encoded.input_ids, skip_special_tokens=True) == "a golden retriever, naïve ☂"
+def test_config_overrides_reach_the_metadata_and_the_weights(tmp_path):
+    overrides = {"transformer": {"num_layers": 1, "rope_type": "interleaved"}}
+    assets = make_tiny(tmp_path, config_overrides=overrides, model_version="2.0.0")
+    actual = metadata(assets.checkpoint)
+    transformer = json.loads(actual["config"])["transformer"]
+    assert actual["model_version"] == "2.0.0" and transformer["num_attention_heads"] == 4
+    assert transformer.items() >= overrides["transformer"].items()
+    assert not any("transformer_blocks.1." in name for name in load_file(assets.checkpoint) if "connector" not in name)
 
 
-def test_the_same_seed_gives_the_same_bytes_and_another_seed_does_not(tiny, tmp_path):
-    again = make_tiny(tmp_path / "again")
-    different = make_tiny(tmp_path / "different", TinySizes(seed=2))
-    files = sorted(path.relative_to(tiny.image.parent) for path in tiny.image.parent.rglob("*") if path.is_file())
+def test_the_same_seed_gives_the_same_bytes_and_another_seed_or_size_replaces_them(tiny, tmp_path):
+    make_tiny(tmp_path / "again")
+    folder = tiny.image.parent
+    files = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    first = {file: (folder / file).read_bytes() for file in files}
     assert len(files) == 5 + 6
-    for file in files:
-        first = (tiny.image.parent / file).read_bytes()
-        assert first == (again.image.parent / file).read_bytes(), file
-        if file.suffix == ".safetensors":
-            assert first != (different.image.parent / file).read_bytes(), file
-
-
-def test_an_earlier_set_is_replaced_and_nothing_else_is_left(tmp_path):
-    make_tiny(tmp_path)
-    (tmp_path / "gemma" / "stale").touch()
-    assets = make_tiny(tmp_path, TinySizes(layers=1))
-    assert sorted(tmp_path.iterdir()) == sorted(assets)
-    assert not (tmp_path / "gemma" / "stale").exists()
+    assert {file: (tmp_path / "again" / file).read_bytes() for file in files} == first
+    (tmp_path / "again/gemma/stale").touch()
+    assets = make_tiny(tmp_path / "again", TinySizes(seed=2, layers=1))
+    assert sorted((tmp_path / "again").iterdir()) == sorted(assets) and not (assets.gemma_root / "stale").exists()
+    for file in (file for file in files if file.suffix == ".safetensors"):
+        assert (tmp_path / "again" / file).read_bytes() != first[file], file
 
 
 def test_an_interrupted_run_leaves_no_file_under_its_final_name(tmp_path, monkeypatch):

@@ -1,5 +1,4 @@
-"""The diffusion decoder with keyframes equals its definition: for each token one softmax over the
-tokens of the clip and of the keyframes' planes that it sees. tools/golden holds the definition."""
+"""The diffusion decoder with keyframes: for each token one softmax over the tokens of the clip and of the planes."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -39,49 +38,36 @@ def keyframes(frames=FRAMES) -> dict[int, Tensor]:
     return {frame: torch.randn(1, 8, 1, *SHAPE[1:], generator=drawn) for frame in frames}
 
 
-def decoder(embedding: Tensor | None = EMBEDDING):
-    made = spans()
-    if embedding is not None:
-        made.type_emb = torch.nn.Parameter(embedding, requires_grad=False)
-    return made
-
-
-def pixels(made, planes: dict[int, Tensor], seed: int = SEED, shape=SHAPE) -> Tensor:
+def pixels(planes: dict[int, Tensor], embedding: Tensor | None = EMBEDDING, **config) -> Tensor:
     """(3, F, H, W)"""
-    chunks = DiffusionDecoder(made.config, shape, made).pixels(latent(shape), seed, planes)
+    weights = spans()
+    if embedding is not None:
+        weights.type_emb = torch.nn.Parameter(embedding, requires_grad=False)
+    weights.config = replace(config_of(), **config)
+    chunks = DiffusionDecoder(weights.config, SHAPE, weights).pixels(latent(SHAPE), SEED, planes)
     return torch.cat([*chunks], 2)[0]
 
 
-def test_a_clip_attends_to_its_keyframes_as_the_definition_says(one_thread):  # noqa: F811
-    frames = pixels(decoder(), keyframes())
+def test_a_clip_attends_to_its_keyframes_as_the_definition_says():
+    frames = pixels(keyframes())
     assert frames.shape == (3, 17, *SIDES)
     assert rel(frames[..., ::STEP, ::STEP], load_file(GOLDEN)["frames"]) < FP32
+    assert rel(pixels(keyframes(), span=3, tile=5), frames) < FP32  # whatever the spans and tiles
+    for planes, embedding in (
+        (keyframes(), None),
+        ({}, EMBEDDING),
+        (keyframes((0, 3, 9)), EMBEDDING),
+        (keyframes((0, 3, 9, 15)), EMBEDDING),
+    ):
+        assert rel(pixels(planes, embedding), frames) > 1e-3
 
 
-def test_frames_do_not_depend_on_spans_and_tiles(one_thread):  # noqa: F811
-    made, planes = decoder(), keyframes()
-    expected = pixels(made, planes)
-    made.config = replace(config_of(), span=3, tile=5)
-    assert rel(pixels(made, planes), expected) < FP32
-
-
-def test_every_keyframe_its_place_and_the_embedding_change_the_clip():
-    expected = pixels(decoder(), keyframes())
-    assert rel(pixels(decoder(None), keyframes()), expected) > 1e-3
-    assert rel(pixels(decoder(), {}), expected) > 1e-3
-    for frames in ((0, 3, 9), (0, 3, 9, 15)):
-        assert rel(pixels(decoder(), keyframes(frames)), expected) > 1e-3
-
-
-def test_a_file_s_embedding_is_read_where_it_has_one(tmp_path):
-    made = {}
-    for name, tensors in {"with": {"vae.decoder.type_emb": EMBEDDING}, "without": {}}.items():
-        path = write(tmp_path / f"{name}.safetensors", **tensors)
-        models = HostModels(path, {"vae": VAE}, torch.float32)
-        decoded = models.decode_video(latent(SHAPE), seed=SEED, keyframes=keyframes())
-        made[name] = torch.cat([*decoded])
-    assert made["with"].shape == made["without"].shape == (17, *SIDES, 3)
-    assert not torch.equal(made["with"], made["without"])
+def test_a_files_embedding_is_read_where_it_has_one(tmp_path):
+    clips = []
+    for number, tensors in enumerate(({"vae.decoder.type_emb": EMBEDDING}, {})):
+        models = HostModels(write(tmp_path / f"{number}.safetensors", **tensors), {"vae": VAE}, torch.float32)
+        clips.append(torch.cat([*models.decode_video(latent(SHAPE), seed=SEED, keyframes=keyframes())]))
+    assert clips[0].shape == clips[1].shape == (17, *SIDES, 3) and not torch.equal(*clips)
 
 
 def test_memory_grows_with_the_length_and_is_larger_than_without_keyframes():
@@ -90,13 +76,11 @@ def test_memory_grows_with_the_length_and_is_larger_than_without_keyframes():
     assert plain < short < long < 2 * short
 
 
-# --- jobs -----------------------------------------------------------------------------------------
-
 TWO_STAGES = Size(256, 256, 17, two_stage=True)
 READING = make_job("rain", TWO_STAGES, num_generated_keyframes=2, decode_with_keyframes=True)
 
 
-def test_the_decoder_gets_the_last_stage_s_keyframes_by_frame():
+def test_the_decoder_gets_the_last_stages_keyframes_by_frame():
     decoded = []
 
     def decode_video(video, seed, keyframes):
@@ -117,12 +101,12 @@ def test_the_decoder_gets_the_last_stage_s_keyframes_by_frame():
     assert torch.equal(torch.cat([*first.values()], 2), planes)
 
 
-def test_dfr_s_keyframes_inside_the_clip_are_decoded_in_their_order():
+def test_dfrs_keyframes_inside_the_clip_are_decoded_in_their_order():
     job = make_job("rain", replace(TWO_STAGES, num_frames=41), dfr=True, temporal_upsample_rounds=1)
     tensors = {"s2_generated_keyframes": torch.arange(2.0).view(1, 1, 2, 1, 1)}
     for window in job.rendering.windows:
-        made = torch.full((1, 1, len(window.generated), 1, 1), 10.0 + window.order)
-        tensors[f"{window.key}_generated_keyframes"] = made
+        planes = torch.full((1, 1, len(window.generated), 1, 1), 10.0 + window.order)
+        tensors[f"{window.key}_generated_keyframes"] = planes
     decoded = {frame: float(plane) for frame, plane in job.decoded_keyframes(tensors).items()}
     assert decoded == {24: 10.0, 48: 0.0, 72: 11.0}  # of 81 frames; 96 fills the last segment
     assert list(decoded) == sorted(decoded)
@@ -145,14 +129,13 @@ def test_what_does_not_fit_is_refused(printed):
     assert printed in str(error.value)
 
 
-def test_the_line_and_the_request_mean_the_same():
+def test_a_line_and_a_request_mean_the_same():
     fields = {"num_generated_keyframes": 2, "decode_with_keyframes": True}
     assert Job.model_validate({"prompt": "rain"} | fields).reads_keyframes
     request = VideoRequest(prompt="rain", **{name: str(value) for name, value in fields.items()})
-    assert request.job.decode_with_keyframes
-    assert not VideoRequest(prompt="rain").job.decode_with_keyframes
-    assert "decode_with_keyframes" not in replace(READING, decode_with_keyframes=False).describe()
+    assert request.job.decode_with_keyframes and not VideoRequest(prompt="rain").job.decode_with_keyframes
     assert READING.describe()["decode_with_keyframes"]
+    assert "decode_with_keyframes" not in replace(READING, decode_with_keyframes=False).describe()
 
 
 @pytest.mark.parametrize(
@@ -165,7 +148,6 @@ def test_the_line_and_the_request_mean_the_same():
 )
 def test_a_file_that_cannot_use_the_keyframes_is_named(kind, names, printed):
     file = SimpleNamespace(path="vae.safetensors", shapes=names)
-    files = SimpleNamespace(config={"vae": {"_class_name": kind}})
-    files.files = SimpleNamespace(of=lambda section: file)
-    found = notes(READING, files)
-    assert len(found) == (printed is not None) and (printed or "") in "".join(found)
+    files = SimpleNamespace(of=lambda section: file)
+    lines = notes(READING, SimpleNamespace(config={"vae": {"_class_name": kind}}, files=files))
+    assert len(lines) == (printed is not None) and (printed or "") in "".join(lines)

@@ -1,40 +1,33 @@
-"""No output of a run lies over a file that is read, or over one that nobody named and that this
-toolkit did not make."""
+"""No output of a run lies over a file that it reads, or over one that nobody named and that no run wrote."""
 
 import json
 import os
 import random
 import shutil
-from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from fuzz import on_random
-from jobs import make_job
+from jobs import make_job, replace
 
 from ltx_neuron import batch
-from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.batch import RESULTS, Line, Results
-from ltx_neuron.config.profiles import resolve
-from ltx_neuron.engine.outputs import OutputPaths, is_sidecar, sibling_files, sidecar
-from ltx_neuron.engine.preflight import RunOptions
+from ltx_neuron.engine.outputs import OutputPaths, is_log, is_sidecar, logging_failure, sibling_files, sidecar
 from ltx_neuron.engine.resume import SUFFIX, state_path, write_run_tensors
-from ltx_neuron.engine.run import Engine
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MARK, whole_file, write_json, write_tensors
 from ltx_neuron.host.video import write_frames
 from ltx_neuron.pipeline import LTXPipeline
 from ltx_neuron.report.__main__ import main as print_report
 from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.sampling.conditions import ImageCondition
-from ltx_neuron.weights.lora import Lora
 
 SIDECAR = dict.fromkeys(("sigmas", "profile", "tp", "versions", "identity", "prompt"), "")
+LATENCY_REPORT = dict.fromkeys(("profile", "tp", "versions", "identity"), "") | {"schema": 1}
 TWO_FRAMES = torch.zeros(2, 4, 4, 3, dtype=torch.uint8)
 
 
-def refused(outputs: OutputPaths, **inputs) -> str:
+def refusal(outputs: OutputPaths, **inputs) -> str:
     """The message of the check; inputs are flags without dashes."""
     with pytest.raises(UserError) as error:
         outputs.check({f"--{name}": path for name, path in inputs.items()})
@@ -45,18 +38,9 @@ def lines_of(count: int) -> list[Line]:
     return [Line(number, make_job("rain"), "") for number in range(1, count + 1)]
 
 
-def refused_batch(folder: Path, count: int = 2, **inputs) -> str:
-    with pytest.raises(UserError) as error:
-        batch.check_outputs(lines_of(count), folder, None, {f"--{name}": path for name, path in inputs.items()})
-    return str(error.value)
-
-
 def write_state(path: Path) -> None:
     generator = torch.Generator().get_state()
     write_run_tensors(path, {"s1_video": torch.zeros(1), "generator_state": generator}, {})
-
-
-# --- an output is an input ------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -77,23 +61,18 @@ def linked(tmp_path):
     return tmp_path
 
 
+IN_FOLDER, NEW = "is in the input folder of --artifacts", "linked/../artifacts/new/out.mp4"
+STATE = {"video": "a.mp4", "tensors": "a.resume.safetensors"}
+
+
 @pytest.mark.parametrize(
     ("outputs", "inputs", "message"),
     [
         ({"video": "out.mp4"}, {"image": "image.png"}, "--image and --output-path are the same file {}/out.mp4; pass "),
-        ({"video": "linked/out.mp4"}, {"artifacts": "artifacts"}, "is in the input folder of --artifacts"),
-        (
-            {"video": "linked/../artifacts/new/out.mp4"},
-            {"artifacts": "artifacts"},
-            "is in the input folder of --artifacts",
-        ),
-        ({"video": "artifacts/out.mp4"}, {"artifacts": "artifacts"}, "is in the input folder"),
+        ({"video": "linked/out.mp4"}, {"artifacts": "artifacts"}, IN_FOLDER),
+        ({"video": NEW}, {"artifacts": "artifacts"}, IN_FOLDER),
         ({"video": "a.mp4", "tensors": "blob"}, {"gemma": "gemma"}, "--gemma and --save-tensors are the same file"),
-        (
-            {"video": "a.mp4", "tensors": "a.resume.safetensors"},
-            {},
-            "the state of --output-path and --save-tensors are the same file",
-        ),
+        (STATE, {}, "the state of --output-path and --save-tensors are the same file"),
         ({"video": "a.mp4", "tensors": "new", "report": "new/report.json"}, {}, "{}/new is a file for one of "),
         ({"video": "a.mp4", "tensors": "new/tensors", "report": "new"}, {}, "{}/new is a file for one of "),
         ({"video": "a.mp4", "frames": "a.mp4"}, {}, "and a folder for the other"),
@@ -103,7 +82,7 @@ def linked(tmp_path):
 def test_an_output_over_an_input_or_another_output_is_refused(linked, outputs, inputs, message):
     before = {path: path.lstat() for path in linked.rglob("*")}
     outputs, inputs = ({name: linked / path for name, path in paths.items()} for paths in (outputs, inputs))
-    assert message.format(linked) in refused(OutputPaths(**outputs), **inputs)
+    assert message.format(linked) in refusal(OutputPaths(**outputs), **inputs)
     assert {path: path.lstat() for path in linked.rglob("*")} == before
 
 
@@ -118,42 +97,27 @@ def test_outputs_apart_from_inputs_are_accepted_and_nothing_is_made(tmp_path):
     )
     outputs.check({"--artifacts-dir": tmp_path / "artifacts", "--lora": tmp_path / "absent"})
     assert sorted(os.listdir(tmp_path)) == ["artifacts", "artifacts of mine"]
+    message = refusal(replace(outputs, resume=str(outputs.tensors)))
+    assert "--resume and --save-tensors are the same file" in message
 
 
-def test_the_plot_of_a_report_is_not_drawn_over_it(tmp_path):
+def test_neither_the_plot_of_a_report_nor_the_video_of_the_api_is_written_over_an_input(tmp_path, tiny):
     path = tmp_path / "run.json"
     path.write_text("{}")
     with pytest.raises(UserError, match="and --plot are the same file"):
         print_report([str(path), "--plot", f"{tmp_path}/../{tmp_path.name}/run.json"])
-    assert path.read_text() == "{}"
-
-
-def test_the_api_writes_its_video_over_no_input(tmp_path, tiny):
-    image = Path(shutil.copy(tiny.image, tmp_path / "image.mp4"))
-    pipe = LTXPipeline.from_pretrained(
-        checkpoint_path=tiny.checkpoint,
-        gemma_root=tiny.gemma_root,
-        artifacts_dir=tmp_path / "artifacts",
-        profile="cpu",
-        loras=[(tmp_path / "lora.mp4", 1.0)],
-    )
-
-    def said(path: Path) -> str:
-        with pytest.raises(UserError) as error:
-            pipe("rain", image=image, output_type="mp4", output_path=path)
-        return str(error.value)
-
-    assert f"--image {image} and output_path are the same file" in said(image)
-    assert "is in the input folder of --artifacts-dir" in said(tmp_path / "artifacts" / "out.mp4")
-    assert "is in the input folder of --gemma-root" in said(tiny.gemma_root / "out.mp4")
-    assert "lora.mp4 and output_path are the same file" in said(tmp_path / "lora.mp4")
-    assert image.read_bytes() == tiny.image.read_bytes()
-
-
-# --- files that nobody named ----------------------------------------------------------------------
-
-
-LATENCY_REPORT = {key: SIDECAR[key] for key in ("profile", "tp", "versions", "identity")} | {"schema": 1}
+    image, artifacts = Path(shutil.copy(tiny.image, tmp_path / "image.mp4")), tmp_path / "artifacts"
+    files = dict(checkpoint_path=tiny.checkpoint, gemma_root=tiny.gemma_root, artifacts_dir=artifacts)
+    pipe = LTXPipeline.from_pretrained(**files, profile="cpu", loras=[(tmp_path / "lora.mp4", 1.0)])
+    for video, message in {
+        image: f"--image {image} and output_path are the same file",
+        artifacts / "out.mp4": "is in the input folder of --artifacts-dir",
+        tiny.gemma_root / "out.mp4": "is in the input folder of --gemma-root",
+        tmp_path / "lora.mp4": "lora.mp4 and output_path are the same file",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            pipe("rain", image=image, output_type="mp4", output_path=video)
+    assert path.read_text() == "{}" and image.read_bytes() == tiny.image.read_bytes()
 
 
 def text(content: str):
@@ -166,15 +130,12 @@ def tensors(write):
 
 # What an earlier run wrote, and other files of that name.
 REPLACED = {
-    "out.json": (text(json.dumps(SIDECAR)), *map(text, ("{}", "[]", "", "my notes", json.dumps(LATENCY_REPORT)))),
+    "out.json": (text(json.dumps(SIDECAR)), *map(text, ("{}", "[]", "my notes", json.dumps(LATENCY_REPORT)))),
     "out.resume.safetensors": (
         write_state,
         *(text("weights of mine"), tensors(write_tensors), tensors(write_run_tensors)),  # the last as --save-tensors
     ),
-    "out.failure.log": (
-        text(f"{MARK}\nall was well\n"),
-        *map(text, ("", "ltx-neuronal notes\n", "notes\nltx-neuron\n", "\xff\xfe")),
-    ),
+    "out.failure.log": (text(f"{MARK}\nall was well\n"), *map(text, ("", "ltx-neuronal notes\n", "\xff\xfe"))),
 }
 
 
@@ -185,7 +146,7 @@ def test_a_runs_own_files_are_replaced_and_other_files_of_their_names_are_not(tm
     for write in (*others, lambda path: os.mkfifo(path), lambda path: path.symlink_to("absent")):
         path.unlink(missing_ok=True)
         write(path)
-        assert refused(outputs) == (
+        assert refusal(outputs) == (
             f"{path} exists and this toolkit did not write it; move it or choose another --output-path"
         )
     path.unlink()
@@ -196,24 +157,44 @@ def test_a_runs_own_files_are_replaced_and_other_files_of_their_names_are_not(tm
 def test_a_sidecar_that_a_run_writes_is_known_again(tmp_path):
     job, recorder = make_job("rain"), Recorder()
     report = recorder.report(job.describe(), "cpu", 1, {}, {"code": ""})
+    phase = {"name": "decode_video", "seconds": 1.0}
+    report["phases"] = [phase, phase | {"overlapped_seconds": 0.5}]
+    assert sidecar(job, report)["seconds"] == {"decode_video": 2.5}
     write_json(tmp_path / "out.json", sidecar(job, report))
     write_json(tmp_path / "report.json", report)
     assert is_sidecar(tmp_path / "out.json") and not is_sidecar(tmp_path / "report.json")
 
 
-# --- frames ---------------------------------------------------------------------------------------
+def test_a_run_that_fails_leaves_a_log_and_its_state_and_a_finished_one_neither(tmp_path, capsys):
+    log, state = (sibling_files(tmp_path / "out.mp4")[kind] for kind in ("log", "state"))
+    with pytest.raises(ValueError, match="broken"), logging_failure(log, state):
+        write_state(state)
+        raise ValueError("broken")
+    assert is_log(log) and "ValueError: broken" in log.read_text()
+    printed = capsys.readouterr().err
+    assert f"kept: {state}; type the same command with --resume" in printed and f"log: {log}" in printed
+    log.unlink()
+    for error in (UserError("a typing mistake"), OSError("the disk is full")):  # of an earlier run's state
+        with pytest.raises(type(error)), logging_failure(log, state):
+            raise error
+    assert not log.exists() and state.exists() and capsys.readouterr().err == ""
+    log.touch()
+    for _ in range(2):
+        with logging_failure(log, state):
+            pass
+    assert not log.exists() and not state.exists()
 
 
 def test_an_input_or_output_with_the_name_of_a_frame_is_refused(tmp_path):
     frames = tmp_path / "fr"
     list(write_frames(frames, [TWO_FRAMES]))
     (tmp_path / "soft.png").symlink_to("fr/frame_00001.png")
-    for image in ("fr/frame_00001.png", "fr/../fr/frame_00001.png", "soft.png"):
-        message = refused(OutputPaths(tmp_path / "out.mp4", frames=frames), image=tmp_path / image)
+    for image in ("fr/../fr/frame_00001.png", "soft.png"):
+        message = refusal(OutputPaths(tmp_path / "out.mp4", frames=frames), image=tmp_path / image)
         assert "--image and frame_00001.png of --save-frames are the same file" in message
     for name in ("tensors", "report"):
         outputs = OutputPaths(tmp_path / "out.mp4", frames=frames, **{name: frames / "frame_00099.png"})
-        assert "frame_00099.png of --save-frames are the same file" in refused(outputs)
+        assert "frame_00099.png of --save-frames are the same file" in refusal(outputs)
 
 
 def test_frames_of_an_earlier_run_are_replaced_and_pictures_of_others_are_not(tmp_path):
@@ -223,7 +204,7 @@ def test_frames_of_an_earlier_run_are_replaced_and_pictures_of_others_are_not(tm
     outputs = OutputPaths(tmp_path / "out.mp4", frames=folder)
     outputs.check({})
     (folder / "frame_00300.png").write_bytes(b"\x89PNG of others")
-    assert refused(outputs) == (
+    assert refusal(outputs) == (
         f"{folder}/frame_00300.png exists and this toolkit did not write it; pass an empty"
         " folder with --save-frames DIR"
     )
@@ -231,18 +212,14 @@ def test_frames_of_an_earlier_run_are_replaced_and_pictures_of_others_are_not(tm
     assert sorted(os.listdir(folder)) == ["frame_00000.png", "frame_00300.png", "notes.txt"]
 
 
-# --- batches --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["0002.json", "0002.mp4", "0002.failure.log", "0002.resume.safetensors", RESULTS])
 def test_inputs_and_files_of_others_in_the_folder_of_a_batch_are_not_replaced(tmp_path, name):
     (tmp_path / name).write_bytes(b"of others")
-    for flag in ("image", "prompts-file"):
-        message = refused_batch(tmp_path, **{flag: tmp_path / name})
-        assert f"--{flag} and {name} of --output-dir are the same file" in message
+    with pytest.raises(UserError, match=f"--image and {name} of --output-dir are the same file"):
+        batch.check_outputs(lines_of(2), tmp_path, None, {"--image": tmp_path / name})
     if name != RESULTS:
-        message = refused_batch(tmp_path)
-        assert f"{name} exists and this toolkit did not write it; move it or choose another" in message
+        with pytest.raises(UserError, match=f"{name} exists and this toolkit did not write it; move it or choose"):
+            batch.check_outputs(lines_of(2), tmp_path, None, {})
     with pytest.raises(UserError, match=r"--perf-dump-path and 0001\.json of --output-dir are the"):
         batch.check_outputs(lines_of(1), tmp_path / "new", tmp_path / "new/0001.json", {})
 
@@ -257,54 +234,26 @@ def test_what_an_earlier_batch_made_is_replaced(tmp_path):
     batch.check_outputs(lines, tmp_path, None, {})
 
 
-# --- runs of any names ----------------------------------------------------------------------------
-
-INPUTS = (
-    "in/model.safetensors",
-    "in/gemma/config.json",
-    "in/gemma/model.safetensors",
-    "in/artifacts/dit/rank_00.safetensors",
-    "in/up.safetensors",
-    "in/lora.safetensors",
-    "in/photo.png",
-    "in/photo.json",
-    "in/jobs.jsonl",
-    "out/0002.json",
-    "out/saved.safetensors",
-)
-OF_OTHERS = (
-    "out/notes.txt",
-    "out/theirs.json",
-    "out/stated.resume.safetensors",
-    "out/logged.failure.log",
-    "theirs/frame_00001.png",
-    "theirs/0001.mp4",
-    "theirs/" + RESULTS,
-    "films/0001.mp4",
-    "blob",
-    "fr/notes.txt",
-)
+READ = ("in/gemma/config.json", "in/artifacts/rank_00.safetensors", "in/photo.png", "in/photo.json", "in/jobs.jsonl")
+OF_OTHERS = ("out/theirs.json", "out/stated.resume.safetensors", "out/logged.failure.log", "out/0002.json")
+OF_OTHERS += ("theirs/frame_00001.png", "theirs/0001.mp4", f"theirs/{RESULTS}", "films/0001.mp4", "blob")
 OURS = ("out/ours.json", "out/ours.resume.safetensors", "out/ours.failure.log")
-OUR_FRAMES = tuple(f"fr/frame_{number:05d}.png" for number in range(4))
-LINKS = {"linked": "in", "soft.png": "in/photo.png", "in/gemma/blob.json": "../../blob", "fr2": "fr"}
-HARD = {"hard.png": "in/photo.png", "out/hard.json": "in/lora.safetensors"}
-FOLDERS = ("", "out", "out", "out", "new", "new/a", "fr", "fr2", "films", "theirs", "in", "linked")
-FOLDERS += ("out/../in", "in/gemma", "linked/gemma", "in/artifacts/dit", "linked/artifacts", "OUT")
-STEMS = ("a", "b", "ours", "ours", "theirs", "stated", "logged", "photo", "hard", "PHOTO")
-NAMES = ("a.safetensors", "b.json", "photo.json", "Photo.JSON", "frame_00001.png", "ours.mp4")
-NAMES += ("frame_00070.png", "ours.failure.log", "a.failure.log", "new", "0001.json", "0002.mp4")
-IMAGES = ("in/photo.png", "in/photo.json", "soft.png", "hard.png", "fr/frame_00002.png")
-IMAGES += ("fr2/frame_00003.png", "linked/photo.png", "out/0002.json", "out/hard.json")
+OURS += tuple(f"fr/frame_{number:05d}.png" for number in range(4))
+SOFT = {"linked": "in", "soft.png": "in/photo.png", "in/gemma/blob.json": "../../blob", "fr2": "fr"}
+HARD = {"hard.png": "in/photo.png", "out/hard.json": "in/jobs.jsonl"}
+FOLDERS = ("", "out", "out", "out", "new", "new/a", "new", "fr", "fr2", "films", "theirs", "in", "linked", "OUT")
+FOLDERS += ("out/../in", "in/gemma", "linked/artifacts")
+STEMS = ("a", "a", "b", "ours", "ours", "theirs", "stated", "logged", "photo", "hard", "PHOTO")
+NAMES = ("a.safetensors", "b.json", "Photo.JSON", "frame_00001.png", "frame_00070.png", "ours.mp4", "ours.failure.log")
+NAMES += ("a.failure.log", "new", "0001.json", "0002.mp4", "photo.png", "hard.json")
 
 
-def plant(root: Path, checkpoint: Path) -> None:
+def plant(root: Path) -> None:
     """Files that are read, files of others, files of ours, and links."""
-    for name in (*INPUTS, *OF_OTHERS):
+    for name in (*READ, *OF_OTHERS):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(f"this is {name}")
-    (root / INPUTS[0]).unlink()
-    os.link(checkpoint, root / INPUTS[0])
-    for name, target in LINKS.items():
+    for name, target in SOFT.items():
         (root / name).symlink_to(target)
     for name, target in HARD.items():
         os.link(root / target, root / name)
@@ -315,28 +264,13 @@ def plant(root: Path, checkpoint: Path) -> None:
 
 def write_one(path: Path) -> None:
     """What a run writes to a path, by its suffix."""
-    if path.name == RESULTS:
-        return  # Results has written it
-    if path.suffix == ".json":
+    if path.suffix == ".json" and path.name != RESULTS:  # which Results writes
         write_json(path, SIDECAR)
     elif path.name.endswith(SUFFIX):
         write_state(path)
-    else:
+    elif path.name != RESULTS:
         with whole_file(path) as partial:
             partial.write_text(f"{MARK}\nwritten by the test")
-
-
-def content(root: Path) -> dict[str, object]:
-    """Every file and link under its path; the checkpoint by its number and time."""
-    found = {}
-    for path in root.rglob("*"):
-        if path.is_symlink():
-            found[place(path)] = os.readlink(path)
-        elif path.is_file():
-            status = path.stat()
-            unchanged = status.st_ino, status.st_mtime_ns
-            found[place(path)] = unchanged if status.st_size > 2**20 else path.read_bytes()
-    return found
 
 
 def place(path: Path) -> str:
@@ -344,50 +278,35 @@ def place(path: Path) -> str:
     return f"{os.path.realpath(path.parent)}/{path.name}"
 
 
-@cache
-def opened(folder: Path, artifacts: Path) -> Workspace:
-    """A workspace of these paths; it reads the checkpoint, which is always the same."""
-    model, gemma = folder / "model.safetensors", folder / "gemma"
-    return Workspace(model, resolve("cpu"), artifacts, 1, "float32", gemma)
+def content(root: Path) -> dict[str, object]:
+    """Every file and link by its place."""
+    paths = (path for path in root.rglob("*") if path.is_symlink() or path.is_file())
+    return {place(path): os.readlink(path) if path.is_symlink() else path.read_bytes() for path in paths}
 
 
 def draw(chance: random.Random, root: Path) -> tuple[OutputPaths, dict[str, Path]]:
-    """Outputs, and the inputs of a run as the real run lists them."""
+    """Outputs and inputs of a run."""
+
+    def sometimes(value):
+        return value if chance.random() < 0.2 else None
 
     def path() -> Path:
-        known = chance.choice((*INPUTS, *OF_OTHERS, *LINKS, *HARD))
-        return root / chance.choice((f"{chance.choice(FOLDERS)}/{chance.choice(NAMES)}", known))
+        return root / chance.choice(FOLDERS) / chance.choice(NAMES)
 
-    def sometimes(value, often=0.2):
-        return value if chance.random() < often else None
-
-    spelled = chance.choice(("in", "linked", "out/../in", "./in"))
-    artifacts = root / chance.choice(("in", "linked")) / "artifacts"
-    lora = root / chance.choice(("in/lora.safetensors", "out/hard.json"))
-    workspace = opened(root / spelled, artifacts)
-    options = RunOptions(spatial_upsampler_path=sometimes(root / "in" / "up.safetensors", 0.5))
-    images = tuple(ImageCondition(str(root / chance.choice(IMAGES))) for _ in range(2))
-    preflight = Engine(workspace, Recorder(), options).preflight
-    held = images[: chance.randrange(3)]
-    read = preflight.files_read([make_job("rain", images=held, loras=(Lora(lora, 1.0),))])
+    inputs = root / chance.choice(("in", "linked", "out/../in"))
+    read = {"--gemma-root": inputs / "gemma", "--artifacts-dir": inputs / "artifacts", "--image": inputs / "photo.png"}
+    if image := sometimes(root / chance.choice(("soft.png", "hard.png", "fr2/frame_00003.png", "out/0002.json"))):
+        read["--image"] = image
+    folder, report = root / chance.choice(FOLDERS), sometimes(path())
     if chance.random() < 0.2:
-        folder = root / chance.choice(FOLDERS)
-        return OutputPaths(folder=folder, report=sometimes(path())), read | {
-            "--prompts-file": root / spelled / "jobs.jsonl"
-        }
-    outputs = OutputPaths(
-        video=root / chance.choice(FOLDERS) / f"{chance.choice(STEMS)}.mp4",
-        frames=sometimes(root / chance.choice(FOLDERS), 0.4),
-        tensors=sometimes(path()),
-        report=sometimes(path()),
-        resume=sometimes(str(root / "out" / "saved.safetensors"), 0.3),
-    )
-    return outputs, read
+        return OutputPaths(folder=folder, report=report), read | {"--prompts-file": inputs / "jobs.jsonl"}
+    video, frames = folder / f"{chance.choice(STEMS)}.mp4", sometimes(root / chance.choice(FOLDERS))
+    return OutputPaths(video=video, frames=frames, tensors=sometimes(path()), report=report), read
 
 
 def run_of(outputs: OutputPaths, read: dict[str, Path]) -> None:
     """Check and write as a run does. Raises UserError where it refuses."""
-    written = [path for path in (outputs.tensors, outputs.report) if path]
+    videos = [outputs.video]
     if outputs.folder:
         lines = lines_of(2)
         videos = [outputs.folder / line.file for line in lines]
@@ -395,11 +314,9 @@ def run_of(outputs: OutputPaths, read: dict[str, Path]) -> None:
         batch.check_outputs(lines, outputs.folder, outputs.report, read)
         Results(outputs.folder, lines).done(lines[0])
     else:
-        videos = [outputs.video]
         outputs.check(read)
-    for video in videos:
-        written += [video, *sibling_files(video).values()]
-    for path in written:
+    beside = [path for video in videos for path in (video, *sibling_files(video).values())]
+    for path in filter(None, (outputs.tensors, outputs.report, *beside)):
         write_one(path)
     if outputs.frames:
         list(write_frames(outputs.frames, [TWO_FRAMES]))
@@ -407,13 +324,10 @@ def run_of(outputs: OutputPaths, read: dict[str, Path]) -> None:
         state_path(video).unlink()
 
 
-def test_runs_with_names_drawn_at_random_change_nothing_that_they_read_or_did_not_name(tmp_path, tiny, monkeypatch):
-    """Inputs and outputs are drawn, checked by what checks a run and, where that accepts them,
-    written as a run writes them."""
+def test_runs_with_names_drawn_at_random_change_nothing_that_they_read_or_did_not_name(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda file: None)  # the disk's speed is not what is tested
-    checkpoint, before = Path(shutil.copy(tiny.checkpoint, tmp_path / "checkpoint")), {}
-    accepted, root = [], tmp_path / "tree"
-    plant(tmp_path / "planted", checkpoint)
+    accepted, root, before = [], tmp_path / "tree", {}
+    plant(tmp_path / "planted")
 
     def check(chance: random.Random) -> None:
         if not root.exists():  # of links, which is fast; a file written in place would be seen
@@ -427,13 +341,11 @@ def test_runs_with_names_drawn_at_random_change_nothing_that_they_read_or_did_no
         accepted.append(outputs)
         after = content(root)
         named = [path for path in (outputs.video, outputs.tensors, outputs.report) if path]
-        ours = [root / name for name in (*OURS, *OUR_FRAMES)]
         inputs = [file for path in read.values() for file in (path, *path.rglob("*"))]
-        kept = before.keys() - set(map(place, (*named, *ours)))
+        kept = before.keys() - set(map(place, (*named, *(root / name for name in OURS))))
         kept |= before.keys() & {place(file) for path in inputs for file in (path, path.resolve())}
         new = [Path(name) for name in after.keys() - before.keys()]
-        read_folders = (root / "in" / "gemma", root / "in" / "artifacts")
-        strays = [path for path in new if any(map(path.is_relative_to, read_folders))]
+        strays = [path for path in new if path.is_relative_to(root / "in/gemma") or "artifacts" in path.parts]
         shutil.rmtree(root)
         assert [name for name in sorted(kept) if after.get(name) != before[name]] == [], outputs
         assert strays == [], outputs

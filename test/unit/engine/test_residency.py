@@ -31,7 +31,7 @@ def residency(tmp_path, monkeypatch):
     return build
 
 
-def test_torchneuron_s_graphs_of_other_sizes_are_said_to_stay(residency, capsys):
+def test_torchneurons_graphs_of_other_sizes_stay_and_are_named(residency, capsys):
     models = residency("backend=torchdist")
     models.load_transformer({"small": None}, ())
     models.load_transformer({"small": None}, ())

@@ -1,5 +1,4 @@
-"""Generations of many jobs: their order, their errors, and what is kept of them. Their steps and
-videos are made up; those of real models run in test/integration."""
+"""Generations of many jobs, with made-up steps and videos: their order, their errors, and what is kept of them."""
 
 import threading
 import weakref
@@ -15,7 +14,7 @@ from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.engine import run as module
 from ltx_neuron.engine.decode import Result
 from ltx_neuron.engine.preflight import RunOptions
-from ltx_neuron.engine.run import Engine, JobFailure
+from ltx_neuron.engine.run import Engine, JobFailure, stage_groups
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Job, Size
 
@@ -147,3 +146,32 @@ def test_jobs_that_come_meanwhile_join_and_are_resumed(engine_of):
     results = engine.run(JOBS[:1], more=more, resume=resume)
     assert outcomes(results) == [(0, False), (1, False), (2, False)]
     assert resumed == [0, 0, 1, 2, 2] and engine.events.count("load") == 3
+
+
+@pytest.mark.parametrize(
+    ("jobs", "loaded", "expected"),
+    [
+        (["a", "b", "a"], None, "0a 2a 1b"),  # equal sets together
+        (["ab", "ab"], None, "0a 1a 0b 1b"),  # stage 2 after stage 1
+        (["a", "b"], "b", "1b 0a"),  # the loaded set first
+        (["a", "b"], "c", "0a 1b"),  # the jobs' order
+        (["ab", "b"], None, "0a 0b 1b"),
+        (["aa", "a"], None, "0a 0a 1a"),
+        (["b", "ab"], None, "1a 0b 1b"),  # once, after the job that needs it later
+        (["ab", "ba"], None, "0a 0b 1b 1a"),  # one set is loaded twice
+        (["a", "", "b"], None, "1 0a 2b"),  # a job without stages left comes first
+    ],
+)
+def test_stages_of_one_weight_set_run_together(jobs, loaded, expected):
+    """A job is the names of its stages' weight sets, in order."""
+    runs = [Run(number, sets) for number, sets in enumerate(jobs)]
+    groups = stage_groups(runs, Path, loaded and Path(loaded))
+    assert " ".join(stage.title for run, stages in groups for stage in stages or [run]) == expected
+
+
+class Run:
+    """A run, which has an identity of its own."""
+
+    def __init__(self, number: int, sets: str):
+        self.title = str(number)
+        self.stages_left = [SimpleNamespace(loras=name, title=f"{number}{name}") for name in sets]

@@ -1,8 +1,6 @@
 """The latency report: what is recorded, what is printed, and what makes the command line fail."""
 
-import copy
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -22,6 +20,10 @@ from ltx_neuron.report.recorder import Recorder
 
 JOB = {"height": 384, "width": 512, "prompt": "a very long prompt " * 20}
 MEGABYTE = 1_000_000
+
+
+def report_of(recorder: Recorder) -> dict:
+    return recorder.report({}, "cpu", 1, {}, {})
 
 
 def recorded(stage_1=(900.0, 100.0, 110.0, 120.0), stage_2=(500.0, 300.0), peak_flops=1e12) -> dict:
@@ -45,54 +47,6 @@ def write(folder: Path, report: object, name: str = "run.json") -> str:
     return str(path)
 
 
-def test_guidance_groups_have_the_median_of_each_pass_and_a_line_for_each_loss():
-    recorder = Recorder()
-    for milliseconds in (90.0, 10.0, 20.0):
-        passes = ((1, "cond", milliseconds), (2, "uncond", 2 * milliseconds), (1, "guide", 0.5))
-        recorder.step("stage_1", 100.0, 99.0, passes)
-    recorder.lost_groups.append("guidance group 2 lost at step 3 of stage_1 (why), 1 group since")
-    report = recorder.report({}, "cpu", 2, {}, {})
-    latency.validate(report)
-    table = [line.split() for line in latency.table(report).splitlines()]
-    assert ["stage_1", "1", "cond", "3", "20.000"] in table
-    assert ["stage_1", "2", "uncond", "3", "40.000"] in table
-    assert recorder.lost_groups[0].split() == table[-1]
-    assert "guidance_groups" not in recorded()
-
-
-def test_a_report_has_the_price_of_its_clips_for_the_part_of_the_machine_that_made_them():
-    recorder = Recorder(Price(36.0, 4))
-    for seconds in (2.0, 3.0):
-        recorder.finished(seconds)
-    report = recorder.report({}, "trn2.48xlarge", 4, {}, {})
-    price, dollars = report["price"], report["end_to_end_seconds"] * 36 / 3600 / 4
-    assert (report["clips"], report["video_seconds"]) == (2, 5.0)
-    assert price["dollars_per_clip"] == pytest.approx(dollars / 2)
-    assert price["dollars_per_video_second"] == pytest.approx(dollars / 5)
-    price |= {"dollars_per_clip": 0.00273, "dollars_per_video_second": 0.00054}
-    line = "price                     $0.0027 a clip, $0.00054 a second of video; $36.00 an hour, 4"
-    assert f"{line} runs at once" in latency.table(report).splitlines()
-    assert "price" not in recorded() and "price" not in latency.table(recorded())
-    without_clips = Recorder(Price(14.56, 1)).report({}, "trn2.3xlarge", 4, {}, {})
-    assert without_clips["price"] == {"dollars_per_hour": 14.56, "runs_at_once": 1}
-    assert "no clip; $14.56 an hour, 1 run at once" in latency.table(without_clips)
-
-
-def test_the_first_clip_is_timed_from_the_start_of_the_process():
-    code = (
-        "import time; from ltx_neuron.report.recorder import Recorder; time.sleep(0.3);"
-        "r = Recorder(); time.sleep(0.1); r.finished(5); time.sleep(2); r.finished(5);"
-        "print(r.report({}, 'cpu', 1, {}, {})['start_to_first_clip'])"
-    )
-    began = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert 0.4 <= float(done.stdout) < time.monotonic() - began - 1.9
-    report = recorded()
-    assert report["start_to_first_clip"] is None
-    report["start_to_first_clip"] = 41.5
-    assert "start to first clip       41.500 s" in latency.table(report).splitlines()
-
-
 def test_a_phase_is_timed_and_what_lies_between_phases_is_the_residual():
     recorder = Recorder()
     with recorder.phase("load_gemma3"):
@@ -100,7 +54,7 @@ def test_a_phase_is_timed_and_what_lies_between_phases_is_the_residual():
     time.sleep(0.05)
     with recorder.phase("encode_text"):
         time.sleep(0.01)
-    report = recorder.report({}, "cpu", 1, {}, {})
+    report = report_of(recorder)
     assert [phase["name"] for phase in report["phases"]] == ["load_gemma3", "encode_text"]
     first, second = (phase["seconds"] for phase in report["phases"])
     assert first >= 0.02 and second >= 0.01
@@ -116,7 +70,7 @@ def test_phases_do_not_nest_and_have_only_the_known_names():
         with pytest.raises(RuntimeError, match="warmup starts inside phase upsample"), recorder.phase("warmup"):
             pass
         with pytest.raises(RuntimeError, match="inside phase upsample"):
-            recorder.report({}, "cpu", 1, {}, {})
+            report_of(recorder)
     with pytest.raises(ZeroDivisionError), recorder.phase("warmup"):
         raise ZeroDivisionError
     with recorder.phase("warmup"):  # after one that failed
@@ -140,27 +94,25 @@ def phase_in_a_thread(recorder: Recorder, name: str, until: threading.Event) -> 
     return thread
 
 
-def overlapped() -> dict:
-    """A report of a run whose main thread denoises for 30 ms and then waits for 20 ms, while two
-    other threads decode video and audio all the time."""
+def test_every_moment_counts_for_one_phase_and_overlapped_time_is_separate():
+    """The main thread denoises for 30 ms and then waits for 20 ms, while two others decode all the time."""
     recorder, until = Recorder(), threading.Event()
     threads = [phase_in_a_thread(recorder, name, until) for name in ("decode_video", "decode_audio")]
     with recorder.phase("denoise_stage_1"):
         time.sleep(0.03)
     time.sleep(0.02)
+    early = {phase["name"]: phase for phase in report_of(recorder)["phases"]}
     until.set()
     for thread in threads:
         thread.join()
-    return recorder.report({}, "cpu", 1, {}, {})
-
-
-def test_every_moment_counts_for_one_phase_and_overlapped_time_is_separate():
-    report = overlapped()
+    report = report_of(recorder)
     phases = {phase["name"]: phase for phase in report["phases"]}
     denoise, video, audio = (phases[name] for name in ("denoise_stage_1", "decode_video", "decode_audio"))
     assert "overlapped_seconds" not in denoise and denoise["seconds"] >= 0.03
     assert video["seconds"] >= 0.02 and video["overlapped_seconds"] >= denoise["seconds"]
     assert audio["seconds"] < audio["overlapped_seconds"] and audio["overlapped_seconds"] >= 0.05
+    # A report in the middle of a run counts what other threads are in.
+    assert 0.02 <= early["decode_video"]["seconds"] < video["seconds"] and early["decode_video"]["peak_rss_bytes"] > 0
     assert report["residual_seconds"] >= 0
     whole = sum(phase["seconds"] for phase in report["phases"]) + report["residual_seconds"]
     assert whole == pytest.approx(report["end_to_end_seconds"])
@@ -192,63 +144,40 @@ def test_a_paused_phase_does_not_count_the_phases_that_it_waits_for(monkeypatch)
             assert list(numbers) == []
     with recorder.paused(), recorder.phase("decode_audio"):  # outside a phase
         pass
-    phases = recorder.report({}, "cpu", 1, {}, {})["phases"]
+    phases = report_of(recorder)["phases"]
     seconds = {phase["name"]: pytest.approx(phase["seconds"]) for phase in phases}
     assert seconds == {"decode_video": 0.06, "encode_mp4": 0.03, "decode_audio": 0} and len(phases) == 3
     assert all("overlapped_seconds" not in phase for phase in phases)
 
 
-def test_a_report_in_the_middle_of_a_run_counts_what_other_threads_are_in():
-    recorder, until = Recorder(), threading.Event()
-    thread = phase_in_a_thread(recorder, "decode_video", until)
-    time.sleep(0.02)
-    early = recorder.report({}, "cpu", 1, {}, {})
-    until.set()
-    thread.join()
-    (under_way,), (done,) = early["phases"], recorder.report({}, "cpu", 1, {}, {})["phases"]
-    assert 0.02 <= under_way["seconds"] < done["seconds"] and under_way["peak_rss_bytes"] > 0
-
-
-def test_peak_memory_sees_a_grandchild_that_starts_within_the_phase():
-    grandchild = f"import time; held = b'x' * {60 * MEGABYTE}; print(1, flush=True); time.sleep(60)"
-    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {grandchild!r}])"
-    recorder = Recorder()
-    with recorder.phase("load_gemma3"):
-        pass
-    with recorder.phase("encode_text"):
-        process = subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE, start_new_session=True)
-        process.stdout.readline()
-    os.killpg(process.pid, 9)
-    process.wait()
-    process.stdout.close()
-    before, during = (phase["peak_rss_bytes"] for phase in recorder.report({}, "cpu", 1, {}, {})["phases"])
-    assert during - before > 60 * MEGABYTE
-
-
-# In a process of its own: in a long session's, which has 1.4 GB with its own children, the child of
-# 60 MB did not show once.
+# In a process of its own: in a long session's, which has 1.4 GB with its own children, the child of 60 MB did not show
+# once. Two children one after another, then a grandchild.
 CHILDREN = f"""
 import subprocess, sys, time
 from ltx_neuron.report import recorder as recording
 recording._PeakMemory.LIST_SECONDS = 0.1
 recorder = recording.Recorder()
+code = "import time; held = b'x' * {{}}; print(1, flush=True); time.sleep(0.8)"
 with recorder.phase("load_gemma3"):
     pass
 with recorder.phase("decode_audio"):
     for size in (1, {60 * MEGABYTE}):
-        code = f"import time; held = b'x' * {{size}}; time.sleep(0.8)"
-        subprocess.run([sys.executable, "-c", code], check=True)
+        subprocess.run([sys.executable, "-c", code.format(size)], check=True, stdout=subprocess.DEVNULL)
         time.sleep(0.1)
 with recorder.phase("unload_transformer"):
     pass
+with recorder.phase("encode_text"):
+    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {{code.format({60 * MEGABYTE})!r}}])"
+    subprocess.run([sys.executable, "-c", child], check=True, stdout=subprocess.DEVNULL)
 print(*(phase["peak_rss_bytes"] for phase in recorder.report({{}}, "cpu", 1, {{}}, {{}})["phases"]))
 """
 
 
-def test_peak_memory_sees_children_that_start_and_end_one_after_another_within_the_phase():
+def test_peak_memory_sees_children_and_grandchildren_that_start_and_end_within_the_phase():
     run = subprocess.run([sys.executable, "-c", CHILDREN], check=True, stdout=subprocess.PIPE)
-    before, during, after = map(int, run.stdout.split())
-    assert during - before > 60 * MEGABYTE and during - after > 50 * MEGABYTE
+    before, children, after, grandchild = map(int, run.stdout.split())
+    assert children - before > 60 * MEGABYTE and children - after > 50 * MEGABYTE
+    assert grandchild - after > 60 * MEGABYTE
 
 
 def test_sampling_memory_takes_little_time_and_ends_with_the_phase():
@@ -272,41 +201,12 @@ def test_the_report_has_exactly_the_fields_of_schema_1():
     assert list(report) == FIELDS.split()
     inputs = {"schema": 1, "job": JOB, "profile": "cpu", "tp": 4}
     inputs |= {"versions": {"torch": "2.13"}, "identity": {"checkpoint": "abc"}}
-    assert {key: report[key] for key in inputs} == inputs
+    assert report.items() >= inputs.items()
     assert all(list(phase) == ["name", "seconds", "peak_rss_bytes"] for phase in report["phases"])
     assert report["collectives_per_step"] == {"count": 96, "bytes": 5_000_000}
-    assert report["bytes_to_device_per_step"] == 2_000_000
+    assert report["bytes_to_device_per_step"] == 2_000_000 and report["start_to_first_clip"] is None
     latency.validate(report)
-    latency.validate(Recorder().report({}, "cpu", 1, {}, {}))
-
-
-@pytest.mark.parametrize(
-    ("counters", "field", "values", "row"),
-    [
-        (
-            {"launches_per_step": {"count": 14, "host_ms": 0.4321}},
-            "launches_per_step",
-            {"count": 14, "host_ms": 0.4321},
-            "launches per step         14, 0.432 ms of the host",
-        ),
-        (
-            {"weight_swaps": 3, "weight_swap_seconds": 41.5},
-            "weight_swaps",
-            {"count": 3, "seconds": 41.5},
-            "weight swaps              3, 41.500 s",
-        ),
-    ],
-)
-def test_launches_and_weight_swaps_are_reported_and_shown(counters, field, values, row):
-    recorder = Recorder()
-    for name, value in counters.items():
-        setattr(recorder.counters, name, value)
-    report = recorder.report(JOB, "trn2.3xlarge", 4, {}, {})
-    assert report[field] == values and row in latency.table(report)
-    assert latency.numbers(report)[f"{field}.{[*values][-1]}"] == [*values.values()][-1]
-    del report[field]  # as a report of before has none
-    latency.validate(report)
-    assert row[:12] not in latency.table(report) and "weight swaps" not in latency.table(recorded())
+    latency.validate(report_of(Recorder()))
 
 
 def test_the_cold_step_is_kept_in_the_list_and_stays_out_of_the_warm_numbers():
@@ -332,11 +232,56 @@ def test_percent_of_peak_is_that_of_the_last_stage_and_null_without_a_peak():
     one_stage = recorded(stage_2=())
     assert one_stage["flops_per_step"] == 1e10
     assert one_stage["percent_of_peak"] == pytest.approx(100 * 1e10 / 0.110 / 1e12)
-    assert recorded(peak_flops=None)["percent_of_peak"] is None
+    unknown = recorded(peak_flops=None)
+    assert unknown["percent_of_peak"] is None and "no peak for this profile" in latency.table(unknown)
+
+
+def test_guidance_groups_have_the_median_of_each_pass_and_a_line_for_each_loss():
+    recorder = Recorder()
+    for milliseconds in (90.0, 10.0, 20.0):
+        passes = ((1, "cond", milliseconds), (2, "uncond", 2 * milliseconds), (1, "guide", 0.5))
+        recorder.step("stage_1", 100.0, 99.0, passes)
+    recorder.lost_groups.append("guidance group 2 lost at step 3 of stage_1 (why), 1 group since")
+    report = report_of(recorder)
+    latency.validate(report)
+    table = [line.split() for line in latency.table(report).splitlines()]
+    assert ["stage_1", "1", "cond", "3", "20.000"] in table
+    assert ["stage_1", "2", "uncond", "3", "40.000"] in table
+    assert recorder.lost_groups[0].split() == table[-1] and "guidance_groups" not in recorded()
+
+
+def test_a_report_has_the_price_of_its_clips_for_the_part_of_the_machine_that_made_them():
+    recorder = Recorder(Price(36.0, 4))
+    for seconds in (2.0, 3.0):
+        recorder.finished(seconds)
+    report = report_of(recorder)
+    price, dollars = report["price"], report["end_to_end_seconds"] * 36 / 3600 / 4
+    assert (report["clips"], report["video_seconds"]) == (2, 5.0)
+    assert price["dollars_per_clip"] == pytest.approx(dollars / 2)
+    assert price["dollars_per_video_second"] == pytest.approx(dollars / 5)
+    price |= {"dollars_per_clip": 0.00273, "dollars_per_video_second": 0.00054}
+    line = "price                     $0.0027 a clip, $0.00054 a second of video; $36.00 an hour, 4"
+    assert f"{line} runs at once" in latency.table(report).splitlines()
+    assert "price" not in recorded() and "price" not in latency.table(recorded())
+    without_clips = report_of(Recorder(Price(14.56, 1)))
+    assert without_clips["price"] == {"dollars_per_hour": 14.56, "runs_at_once": 1}
+    assert "no clip; $14.56 an hour, 1 run at once" in latency.table(without_clips)
+
+
+def test_the_first_clip_is_timed_from_the_start_of_the_process():
+    code = (
+        "import time; from ltx_neuron.report.recorder import Recorder; time.sleep(0.3);"
+        "r = Recorder(); time.sleep(0.1); r.finished(5); time.sleep(1); r.finished(5);"
+        "print(r.report({}, 'cpu', 1, {}, {})['start_to_first_clip'])"
+    )
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 0.4 <= float(done.stdout) < time.monotonic() - began - 0.9
 
 
 def test_the_table_shows_every_part_within_100_columns():
-    text = latency.table(recorded())
+    report = recorded() | {"start_to_first_clip": 41.5}
+    text = latency.table(report)
     assert max(map(len, text.splitlines())) <= 100
     rows = {line.split()[0]: line.split() for line in text.splitlines() if line}
     assert rows["stage_1"] == ["stage_1", "4", "900.000", "110.000", "118.000", "27.500", "82.500"]
@@ -347,50 +292,70 @@ def test_the_table_shows_every_part_within_100_columns():
     assert rows["end"][-2:] == ["100.0", "%"]
     for part in ("residual", "bytes to device per step  2,000,000", "96, 5.000 MB", "percent of peak           10.0 %"):
         assert part in text
-    assert "no peak for this profile" in latency.table(recorded(peak_flops=None))
+    assert "start to first clip       41.500 s" in text.splitlines()
 
 
-def test_comparison_shows_ratios_and_what_differs_between_the_jobs():
+@pytest.mark.parametrize(
+    ("counters", "row"),
+    [
+        ({"launches_per_step": {"count": 14, "host_ms": 0.4321}}, "launches per step         14, 0.432 ms of the host"),
+        ({"weight_swaps": 3, "weight_swap_seconds": 41.5}, "weight swaps              3, 41.500 s"),
+    ],
+)
+def test_launches_and_weight_swaps_are_reported_and_shown(counters, row):
+    recorder, (field, *_) = Recorder(), counters
+    for name, value in counters.items():
+        setattr(recorder.counters, name, value)
+    report = report_of(recorder)
+    values = {"launches_per_step": {"count": 14, "host_ms": 0.4321}, "weight_swaps": {"count": 3, "seconds": 41.5}}
+    assert report[field] == values[field] and row in latency.table(report)
+    assert {latency.numbers(report)[f"{field}.{name}"] for name in values[field]} == {*values[field].values()}
+    del report[field]  # as a report of before has none
+    latency.validate(report)
+    assert row[:12] not in latency.table(report) and "weight swaps" not in latency.table(recorded())
+
+
+def test_a_comparison_has_ratios_and_what_differs_between_the_jobs():
     before, after = recorded(), recorded(stage_1=(900.0, 55.0))
     after["job"] = {**JOB, "height": 768}
     text = latency.compare(before, after)
-    assert "warm_step_ms.stage_1.median" in text and "differs: job.height: 384 -> 768" in text
+    assert "differs: job.height: 384 -> 768" in text and max(map(len, text.splitlines())) <= 100
     line = next(line for line in text.splitlines() if line.startswith("warm_step_ms.stage_1.median"))
     assert line.split()[1:] == ["110.000", "55.000", "0.500"]
-    assert max(map(len, text.splitlines())) <= 100
 
 
 @pytest.mark.parametrize(
     "change, message",
     [
         (lambda report: report.update(schema=2), "not a latency report of schema 1, its schema is 2"),
+        (lambda report: report.clear(), "not a latency report of schema 1, its schema is None"),
         (lambda report: report.pop("phases"), "missing phases"),
         (lambda report: report["phases"][1].pop("seconds"), r"missing phases\[1\].seconds"),
         (lambda report: report["warm_step_ms"].pop("stage_2"), "missing warm_step_ms.stage_2.med"),
     ],
 )
 def test_a_file_that_is_not_a_report_is_refused_with_what_it_lacks(change, message):
-    report = copy.deepcopy(recorded())
+    report = recorded()
     change(report)
     with pytest.raises(UserError, match=f"run.json.*{message}"):
         latency.validate(report, "run.json")
-
-
-@pytest.mark.parametrize("other", [[], None, "text", {}])
-def test_other_json_is_refused(other):
     with pytest.raises(UserError, match="not a latency report of schema 1"):
-        latency.validate(other)
+        latency.validate([])
+
+
+def exit_of(*words: object) -> int:
+    """The exit code of the command, as its process ends."""
+    with pytest.raises(SystemExit) as end:
+        errors.run(lambda: report_main([*map(str, words)]))
+    return end.value.code
 
 
 def test_a_limit_kept_passes_and_a_limit_exceeded_exits_1_with_both_numbers(tmp_path, capsys):
     path = write(tmp_path, recorded())
     report_main([path, "--max", "warm_step_ms.stage_1.median=110", "end_to_end_seconds=60"])
-    with pytest.raises(SystemExit) as stop:
-        report_main([path, "--max", "end_to_end_seconds=60", "--max", "warm_step_ms.stage_1.median=109.5"])
-    assert stop.value.code == 1
+    assert exit_of(path, "--max", "end_to_end_seconds=60", "--max", "warm_step_ms.stage_1.median=109.5") == 1
     assert capsys.readouterr().err == f"{path}: warm_step_ms.stage_1.median is 110, the limit is 109.5\n"
-    with pytest.raises(SystemExit):
-        report_main([path, "--max", "phases.decode_video.seconds=0.003"])  # two of 2 ms, summed
+    assert exit_of(path, "--max", "phases.decode_video.seconds=0.003") == 1  # two of 2 ms, summed
 
 
 @pytest.mark.parametrize(
@@ -409,39 +374,23 @@ def test_a_limit_that_cannot_be_checked_is_an_error(limit, message, tmp_path):
         report_main([write(tmp_path, recorded(peak_flops=None)), "--max", limit])
 
 
-def ended(*words: object) -> int:
-    """The exit code of the command, as its process ends."""
-    with pytest.raises(SystemExit) as end:
-        errors.run(lambda: report_main([*map(str, words)]))
-    return end.value.code
-
-
-def test_the_command_compares_two_runs_and_tells_a_mistake_without_a_traceback(tmp_path, capsys):
+def test_the_command_compares_two_runs_and_names_a_mistake_without_a_traceback(tmp_path, capsys):
     a, b = write(tmp_path, recorded(), "a.json"), write(tmp_path, recorded(), "b.json")
     report_main([a, b])
     text = capsys.readouterr().out
     assert "B/A" in text and text.count("end to end") == 2
-    assert ended(a, "--max", "end_to_end_seconds=0") == 1
-    capsys.readouterr()
     broken = tmp_path / "broken.json"
     broken.write_text("{")
     for path in (broken, tmp_path / "absent.json", tmp_path):
-        assert ended(path) == 2
+        assert exit_of(path) == 2
         text = capsys.readouterr().err
         assert text.startswith(f"error: {path} cannot be read as JSON") and "Traceback" not in text
-    command = [sys.executable, "-m", "ltx_neuron.report", a]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert "end to end" in text
 
 
 @pytest.mark.parametrize(
     "reports",
-    [
-        lambda: [recorded()],
-        lambda: [recorded(), recorded(stage_1=(174e3, 300.0))],
-        lambda: [Recorder().report({}, "cpu", 1, {}, {})],
-    ],
-    ids=["one", "two", "empty"],
+    [lambda: [recorded(), recorded(stage_1=(174e3, 300.0))], lambda: [report_of(Recorder())]],
+    ids=["two", "empty"],
 )
 def test_the_plot_is_a_png_of_1200_by_500(reports, tmp_path):
     from matplotlib import image

@@ -1,5 +1,4 @@
-"""python -m ltx_neuron.tune: what is tried, when a setting is kept, the journal, and the file that
-the scripts take."""
+"""Tuning: what is tried, when a setting is kept, the journal, and the file that other commands take."""
 
 import json
 from math import prod
@@ -22,19 +21,12 @@ from ltx_neuron.engine.outputs import make_report, run_identity
 from ltx_neuron.engine.preflight import RunOptions
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import write_json
-from ltx_neuron.job import Job, Size
+from ltx_neuron.job import Size
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
 from ltx_neuron.tune import __main__ as command
-from ltx_neuron.tune.search import (
-    Measurement,
-    baseline_settings,
-    candidates,
-    check_layers,
-    layout_candidates,
-    search,
-    wins,
-)
+from ltx_neuron.tune import search as searching
+from ltx_neuron.tune.search import Measurement, check_layers, search, wins
 from ltx_neuron.tune.trials import Journal, Trials, last_words, table, violation
 from ltx_neuron.tune.variant import first_blocks, rel_l2
 
@@ -48,8 +40,8 @@ def row(ms: float, problem: str = "", settings: dict = OWN, turn: int = 0) -> Me
     return Measurement(settings, turn, problem, 1.0, 1.0, steps, {"stage_1": 8}, {"s1_video": 1e-7})
 
 
-def tuned(step_ms, values: dict = VALUES, turns: int = 3) -> tuple[dict, list]:
-    """The settings that a search keeps, and what it measured. step_ms(settings, turn) gives the
+def best_of(step_ms, values: dict = VALUES) -> tuple[dict, list]:
+    """The settings that a search of three rounds keeps, and what it measured. step_ms(settings, turn) gives the
     milliseconds of a step, or why there are none."""
     measured = []
 
@@ -61,38 +53,25 @@ def tuned(step_ms, values: dict = VALUES, turns: int = 3) -> tuple[dict, list]:
     def others(key: str, best: dict) -> list[dict]:
         return [{key: value} for value in values[key]]
 
-    return search(OWN, tuple(values), others, turns, measure), measured
+    return search(OWN, tuple(values), others, 3, measure), measured
 
 
-# --- when a setting is kept -----------------------------------------------------------------------
-
-
-def test_a_key_s_fastest_value_is_kept_and_the_next_key_is_tried_from_it():
+def test_a_keys_fastest_value_is_kept_and_the_next_key_is_tried_from_it():
     shares = {"threads 2": 0.8, "attention matmul": 1.3, "blocks_per_graph 0": 0.6}
-
-    def step_ms(settings, turn):
-        return 100 * prod(shares.get(" ".join(pair), 1) for pair in settings.items())
-
-    best, measured = tuned(step_ms)
+    best, measured = best_of(lambda s, turn: 100 * prod(shares.get(" ".join(pair), 1) for pair in s.items()))
     assert best == OWN | {"threads": "2", "blocks_per_graph": "0"}
     assert all(s["threads"] == "2" for s, _ in measured if s["attention"] == "matmul")
     assert [turn for s, turn in measured if s == best] == [0, 1, 2, 3]
 
 
-# milliseconds of a step, or why there are none, by the settings and the turn -> what is kept of the profile's own
-CHOICES = {
-    "it disagrees": (lambda s, turn: "differs: s1_video is 0.3" if s["threads"] == "2" else 100, OWN),
-    "it fails in a later turn": (lambda s, turn: ("killed" if turn == 2 else 50) if s["threads"] == "2" else 100, OWN),
-    "the profile's own fails": (
-        lambda s, turn: "no kernel" if s["attention"] == "sdpa" else 100,
-        OWN | {"attention": "matmul"},
-    ),
-}
+def test_a_setting_that_fails_or_disagrees_is_not_kept_however_fast_it_is():
+    def kept(ms, key="threads", value="2"):
+        return best_of(lambda s, turn: ms(turn) if s[key] == value else 100)[0]
 
-
-@pytest.mark.parametrize(("step_ms", "kept"), CHOICES.values(), ids=CHOICES)
-def test_a_setting_that_fails_or_disagrees_is_not_kept_however_fast_it_is(step_ms, kept):
-    assert tuned(step_ms)[0].items() >= {**kept, "threads": "0"}.items()
+    assert kept(lambda turn: "differs: s1_video is 0.3") == OWN
+    assert kept(lambda turn: "killed" if turn == 2 else 50) == OWN
+    # The profile's own fails.
+    assert kept(lambda turn: "no kernel", "attention", "sdpa") == OWN | {"attention": "matmul"}
 
 
 # milliseconds of the profile's own and of the challenger, turn by turn -> whether it is kept
@@ -106,15 +85,14 @@ DUELS = {
 
 
 @pytest.mark.parametrize("own, other, kept", DUELS.values(), ids=DUELS)
-def test_a_difference_below_the_noise_keeps_the_profile_s_own(own, other, kept):
+def test_a_difference_below_the_noise_keeps_the_profiles_own(own, other, kept):
     assert wins([(row(a), row(b)) for a, b in zip(own, other, strict=True)]) is kept
 
 
 def test_a_lucky_first_time_decides_nothing():
-    def step_ms(settings, turn):
-        return 50 if settings["attention"] == "matmul" and turn == 0 else 100
-
-    best, measured = tuned(step_ms, {"attention": ["matmul"]})
+    best, measured = best_of(
+        lambda s, turn: 50 if (s["attention"], turn) == ("matmul", 0) else 100, {"attention": ["matmul"]}
+    )
     turns = [(settings["attention"], turn) for settings, turn in measured]
     # One lost turn decides: the other two are not taken.
     assert best == OWN and turns[2:] == [("sdpa", 1), ("matmul", 1)]
@@ -124,8 +102,6 @@ def test_stages_count_by_how_many_steps_a_generation_takes_of_them():
     both = Measurement(OWN, 0, "", 0, 0, {"stage_1": [9, 10, 10], "stage_2": [9, 65, 65]})
     assert replace(both, counts={"stage_1": 8, "stage_2": 3}).step_ms == (80 + 195) / 11
 
-
-# --- whether a variant's latents are right --------------------------------------------------------
 
 RULE = {
     "float32 within 1e-5": ("float32", 9e-6, None, None),
@@ -139,7 +115,7 @@ RULE = {
 
 
 @pytest.mark.parametrize("dtype, far, own, allowed", RULE.values(), ids=RULE)
-def test_a_variant_s_distance_is_judged_by_the_dtype_and_by_the_own_one_s(dtype, far, own, allowed):
+def test_a_variants_distance_is_judged_by_the_dtype_and_by_the_own_ones(dtype, far, own, allowed):
     exact = torch.ones(4)
     errors = {"video": rel_l2(exact * (1 + far), exact)}
     problem = violation(errors, {"video": own} if own else {}, dtype)
@@ -149,116 +125,90 @@ def test_a_variant_s_distance_is_judged_by_the_dtype_and_by_the_own_one_s(dtype,
         assert float(problem.rpartition(" ")[2]) == pytest.approx(allowed)
 
 
-# --- what is tried --------------------------------------------------------------------------------
-
-
-def test_on_a_cpu_every_key_that_has_other_values_is_tried(monkeypatch):
-    monkeypatch.setattr("os.cpu_count", lambda: 8)
-    cpu = resolve("cpu")
-    assert candidates("backend", cpu, 4, 48) == []
-    assert candidates("compile_backend", cpu, 4, 48) == ["aot_eager", "inductor"]
-    assert candidates("threads", cpu, 4, 48) == ["1", "4", "8"]  # 2 are its share
-    assert candidates("attention", cpu, 4, 48) == ["matmul"]
-    assert candidates("blocks_per_graph", cpu, 4, 48) == ["1", "8", "12", "0"]
+NXD, BUFFER = {"neuronx-distributed": "0.19"}, f"environment.{COLLECTIVES_BUFFER}"
+BOTH, BLOCKS = NXD | {"torch-neuronx": "2.13.3"}, "blocks_per_graph"
 
 
 @pytest.mark.parametrize(
-    ("depth", "layers", "cuts"),
+    ("key", "settings", "packages", "values"),
     [
-        (2, None, ["1", "0"]),  # 4 comes to 2
-        (12, None, ["1", "12", "0"]),
-        # At a cut depth every call must end with it, and the whole step cannot end early.
-        (48, 4, ["1"]),
-        (48, 8, ["1", "8"]),
+        ("backend", "cpu", {}, []),
+        ("backend", "trn2.3xlarge backend=nxd", NXD, []),
+        ("backend", "trn2.3xlarge backend=nxd", BOTH, ["torchdist"]),
+        ("compile_backend", "cpu", {}, ["aot_eager", "inductor"]),
+        ("compile_backend", "trn2.3xlarge", {}, []),
+        ("threads", "cpu", {}, ["1", "4", "8"]),  # 2 are its share of 8 cores
+        ("threads", "trn2.3xlarge", {}, []),
+        ("attention", "cpu", {}, ["matmul"]),
+        ("attention", "trn2.3xlarge", {}, ["matmul"]),
+        ("attention", "trn2.3xlarge attention=matmul", {}, []),
+        ("attention", "trn2.3xlarge attention=matmul", {"nkilib": "1"}, ["nki"]),
+        (BLOCKS, "cpu", {}, ["1", "8", "12", "0"]),
+        (BUFFER, "cpu", {}, []),
+        (BUFFER, "trn2.3xlarge", {}, ["41943040"]),
+        ("compiler_flags.dit", "cpu", {}, []),
     ],
 )
-def test_only_cuts_that_divide_the_depth_are_tried_and_each_once(depth, layers, cuts):
-    assert candidates("blocks_per_graph", resolve("cpu"), 2, depth, **({"layers": layers} if layers else {})) == cuts
+def test_a_keys_other_values_are_tried_where_the_machine_has_them(monkeypatch, key, settings, packages, values):
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr(profiles, "package_version", packages.get)
+    monkeypatch.setattr(searching, "find_spec", packages.get)
+    name, *words = settings.split()
+    assert searching.candidates(key, resolve(name, tuple(words)), 4, 48) == values
 
 
-def test_another_backend_is_tried_where_it_is_installed(monkeypatch):
+# depth, layers -> graphs' blocks. At a cut depth every call must end with it, and the whole step cannot end early.
+@pytest.mark.parametrize(
+    ("depth", "layers", "blocks"), [(2, None, "1 0"), (12, None, "1 12 0"), (48, 4, "1"), (48, 8, "1 8")]
+)
+def test_only_cuts_that_divide_the_depth_are_tried_and_each_once(depth, layers, blocks):
+    assert searching.candidates(BLOCKS, resolve("cpu"), 2, depth, layers) == blocks.split()
+
+
+def test_the_dits_compiler_flags_are_tried_and_each_compiles_to_graphs_of_its_own():
     neuron = resolve("trn2.3xlarge", ("backend=nxd",))
-    versions = {"neuronx-distributed": "0.19"}
-    monkeypatch.setattr(profiles, "package_version", versions.get)
-    assert candidates("backend", neuron, 4, 48) == []
-    versions["torch-neuronx"] = "2.13.3"
-    assert candidates("backend", neuron, 4, 48) == ["torchdist"]
-    assert candidates("attention", neuron, 4, 48) == ["matmul"]
-    assert candidates("threads", neuron, 4, 48) == candidates("compile_backend", neuron, 4, 48) == []
-
-
-def test_the_flash_kernel_is_tried_where_its_package_is_installed(monkeypatch):
-    plain = resolve("trn2.3xlarge", ("attention=matmul",))
-    assert candidates("attention", plain, 4, 48) == []
-    monkeypatch.setattr("ltx_neuron.tune.search.find_spec", lambda package: package)
-    assert candidates("attention", plain, 4, 48) == ["nki"]
-
-
-def test_the_dit_s_compiler_flags_are_tried_and_each_compiles_to_graphs_of_its_own():
-    neuron = resolve("trn2.3xlarge", ("backend=nxd",))
-    others = candidates("compiler_flags.dit", neuron, 4, 48)
+    others = searching.candidates("compiler_flags.dit", neuron, 4, 48)
     assert len(others) == 2 and all("--vectorize-strided-dma" in flags for flags in others)
     assert "--cc-pipeline-tiling-factor=2" in others[1]
-    of = {f: resolve(neuron.name, ("backend=nxd", f"compiler_flags.dit={f}")) for f in others}
-    made = [registry.identity(profile, "dit") for profile in (neuron, *of.values())]
-    assert len({identity["compiler_flags"] for identity in made}) == 3
-    assert len({registry.identity(p, "gemma3")["compiler_flags"] for p in of.values()}) == 1
-    assert candidates(f"environment.{COLLECTIVES_BUFFER}", neuron, 4, 48) == ["41943040"]
-    cpu = resolve("cpu")
-    assert candidates("compiler_flags.dit", cpu, 4, 48) == []
-    assert candidates(f"environment.{COLLECTIVES_BUFFER}", cpu, 4, 48) == []
+    changed = [resolve(neuron.name, ("backend=nxd", f"compiler_flags.dit={flags}")) for flags in others]
+    assert len({registry.identity(profile, "dit")["compiler_flags"] for profile in (neuron, *changed)}) == 3
+    assert len({registry.identity(profile, "gemma3")["compiler_flags"] for profile in changed}) == 1
 
 
-def test_sequence_parallelism_is_tried_where_a_stage_s_tokens_divide():
-    cpu, buckets = resolve("cpu"), make_job("", Size(96, 96, 9)).buckets  # 18 tokens
-    assert candidates("sequence_parallel", cpu, 2, 48, buckets=buckets) == ["true"]
-    assert candidates("sequence_parallel", cpu, 4, 48, buckets=buckets) == []
-    on = resolve("cpu", ("sequence_parallel=true",))
-    assert candidates("sequence_parallel", on, 2, 48, buckets=buckets) == ["false"]
+def test_sequence_parallelism_is_tried_where_a_stages_tokens_divide():
+    buckets = make_job("", Size(96, 96, 9)).buckets  # 18 tokens
+    for settings, tp, values in (((), 2, ["true"]), ((), 4, []), (("sequence_parallel=true",), 2, ["false"])):
+        assert searching.candidates("sequence_parallel", resolve("cpu", settings), tp, 48, buckets=buckets) == values
 
 
-def layouts(profile: str, tp: int, cores: int, job: Job, *settings: str) -> list[str]:
-    baseline, changes = layout_candidates(resolve(profile, settings), tp, job, cores)
+DEV = make_job("", SIZE, recipe="dev")  # four passes
+CFG = make_job("", SIZE, recipe="dev", guidance=Guidance(StreamGuidance(cfg_scale=3.0), StreamGuidance(cfg_scale=3.0)))
+TWO_CHIPS, FOUR_CHIPS = (f"context_parallel={n} blocks_per_graph={4 * n}" for n in (2, 4))
+
+
+@pytest.mark.parametrize(
+    ("machine", "tp", "cores", "job", "first", "count"),
+    [
+        ("cpu", 2, 3, make_job("", SIZE), [], 0),
+        ("cpu", 1, 2, make_job("", SIZE), ["context_parallel=2"], 1),
+        ("cpu context_parallel=3", 1, 2, make_job("", SIZE), ["context_parallel=2"], 1),  # whatever was typed
+        ("cpu", 1, 4, DEV, [f"guidance_parallel={n} backend=torchdist" for n in (2, 4)], 4),
+        ("cpu", 1, 4, CFG, ["guidance_parallel=2 backend=torchdist"], 4),  # two passes: with each layout of 2
+        ("cpu", 1, 4, make_job("", Size(0, 0, 9), sound_only=True), [], 0),
+        ("trn2.48xlarge", 4, 64, make_job("", SIZE), [TWO_CHIPS, FOUR_CHIPS], 4),
+        ("trn2.48xlarge", 4, 16, make_job("", SIZE), [TWO_CHIPS, FOUR_CHIPS], 2),
+        ("trn2.48xlarge", 8, 64, make_job("", SIZE), [], 0),  # not context parallelism of pairs of chips
+        ("trn2.3xlarge", 4, 4, make_job("", SIZE), [], 0),
+    ],
+)
+def test_the_layouts_that_are_tried_are_those_that_the_machines_cores_allow(machine, tp, cores, job, first, count):
+    name, *settings = machine.split()
+    baseline, changes = searching.layout_candidates(resolve(name, tuple(settings)), tp, job, cores)
     assert baseline.items() >= dict(guidance_parallel="1", context_parallel="1").items()
-    typed = (tuple(f"{k}={v}" for k, v in (baseline | change).items()) for change in changes)
-    assert all(resolve(profile, (*settings, *each)) for each in typed)
-    return [" ".join(f"{k}={v}" for k, v in change.items()) for change in changes]
-
-
-def test_the_layouts_of_a_cpu_are_those_that_its_cores_allow():
-    assert layouts("cpu", 2, 2, make_job("", SIZE)) == layouts("cpu", 2, 3, make_job("", SIZE)) == []
-    two = ["context_parallel=2"]
-    assert layouts("cpu", 1, 2, make_job("", SIZE)) == two
-    # A typed layout does not matter.
-    assert layouts("cpu", 1, 2, make_job("", SIZE), "context_parallel=3") == two
-    dev = make_job("", SIZE, recipe="dev")  # four passes
-    guided = layouts("cpu", 1, 4, dev)
-    assert guided[0] == "guidance_parallel=2 backend=torchdist"
-    assert guided[1] == "guidance_parallel=4 backend=torchdist" and not any("=3 " in x for x in guided)
-    assert "context_parallel=4" in guided
-    of_cfg = StreamGuidance(cfg_scale=3.0)  # two passes
-    job = make_job("", SIZE, recipe="dev", guidance=Guidance(of_cfg, of_cfg))
-    assert not any("guidance_parallel=4" in x for x in layouts("cpu", 1, 4, job))
-    assert layouts("cpu", 1, 4, make_job("", Size(0, 0, 9), sound_only=True)) == []
-
-
-def test_the_layouts_of_chips_are_those_that_they_connect():
-    tried = layouts("trn2.48xlarge", 4, 64, make_job("", SIZE))
-    assert tried[:2] == [f"context_parallel={n} blocks_per_graph={4 * n}" for n in (2, 4)]
-    assert tried[-1].startswith("context_parallel=16 ")
-    # Not context parallelism of pairs of chips.
-    assert layouts("trn2.48xlarge", 8, 64, make_job("", SIZE)) == []
-    assert layouts("trn2.48xlarge", 4, 16, make_job("", SIZE)) == tried[:2]
-    assert layouts("trn2.3xlarge", 4, 4, make_job("", SIZE)) == []
-
-
-def test_settings_tuned_with_several_groups_are_not_those_of_one():
-    one, two = (
-        tuned_settings.identity(resolve("cpu", settings), 2, "float32", "config")
-        for settings in ((), ("context_parallel=2",))
-    )
-    assert two["device"] == one["device"] | {"context_parallel": 2}
-    assert tuned_settings.file_of(Path(), one) != tuned_settings.file_of(Path(), two)
+    layouts = [" ".join(f"{key}={value}" for key, value in change.items()) for change in changes]
+    assert layouts[: len(first)] == first and len(layouts) == count
+    for change in changes:  # can be typed
+        resolve(name, (*settings, *(f"{key}={value}" for key, value in (baseline | change).items())))
 
 
 def test_a_depth_that_no_call_ends_at_is_refused():
@@ -273,8 +223,7 @@ def test_a_depth_that_no_call_ends_at_is_refused():
 
 def test_the_first_blocks_of_a_graph_take_the_same_weights(tmp_path):
     graph = {"file": "blocks.pt2", "parameters": {"transformer_blocks.0.w": [2]}}
-    calls = [["blocks", 0], ["blocks", 1], ["blocks", 2]]
-    folder = tmp_path / "graphs"
+    calls, folder = [["blocks", number] for number in range(3)], tmp_path / "graphs"
     content = {"identity": {}, "graphs": {"blocks": graph}, "runs": {"main": calls}, "fields": {}}
     write_json(folder / "manifest.json", content)
     (folder / "blocks.pt2").write_bytes(b"a graph")
@@ -285,42 +234,36 @@ def test_the_first_blocks_of_a_graph_take_the_same_weights(tmp_path):
     assert (cut / "blocks.pt2").read_bytes() == b"a graph"
 
 
-# --- the journal ----------------------------------------------------------------------------------
-
-ASKED = {"request": "1", "typed": ["lnc=2"]}
+REQUEST = {"request": "1", "typed": ["lnc=2"]}
 
 
-def test_a_tuning_that_was_ended_finds_its_rows_again(tmp_path):
+def test_a_journals_rows_are_taken_again_by_the_same_request_unless_it_is_damaged(tmp_path, capsys):
     path = tmp_path / "a.journal"
-    journal = Journal(path, ASKED, {"threads": "2"})
-    first = journal.add(row(1.5))
-    failed = journal.add(row(0, "took longer", OWN | {"threads": "2"}))
-    again = Journal(path, ASKED, {})
-    assert again.rows == [first, failed] and again.fixed == {"threads": "2"}
-    assert again.find(OWN, 0) == first and again.find(OWN, 1) is None
-
-
-def test_rows_of_another_request_or_a_damaged_journal_are_not_taken(tmp_path, capsys):
-    path = tmp_path / "a.journal"
-    Journal(path, ASKED, {}).add(row(1.5))
-    assert Journal(path, ASKED | {"request": "2"}, {}).rows == []
-    assert Journal(path, ASKED, {}, force=True).rows == []
+    journal = Journal(path, REQUEST, {"threads": "2"})
+    rows = [journal.add(row(1.5)), journal.add(row(0, "took longer", OWN | {"threads": "2"}))]
+    again = Journal(path, REQUEST, {})
+    assert again.rows == rows and again.fixed == {"threads": "2"}
+    assert again.find(OWN, 0) == rows[0] and again.find(OWN, 1) is None
+    content = path.read_bytes()
+    assert Journal(path, REQUEST | {"request": "2"}, {}).rows == []
+    path.write_bytes(content)
+    assert Journal(path, REQUEST, {}, force=True).rows == []
     path.write_text('{"request": 1}')
-    assert Journal(path, ASKED, {}).rows == [] and "starts over" in capsys.readouterr().out
+    assert Journal(path, REQUEST, {}).rows == [] and "starts over" in capsys.readouterr().out
 
 
 def test_a_variant_that_takes_too_long_is_killed_and_is_a_row(tmp_path):
     save_file({"s1_video": torch.ones(1)}, tmp_path / "reference.safetensors")
-    journal = Journal(tmp_path / "a.journal", ASKED, {})
+    journal = Journal(tmp_path / "a.journal", REQUEST, {})
     trials = Trials([], "float32", OWN, 0.3, tmp_path, journal)
     with within(60):
         measured = trials.measure(OWN, 0)
     assert measured.problem == "took longer than --limit 0.3 s"
     assert trials.measure(OWN, 0) is measured  # not again
-    assert Journal(tmp_path / "a.journal", ASKED, {}).rows == [measured]
+    assert Journal(tmp_path / "a.journal", REQUEST, {}).rows == [measured]
 
 
-def test_the_reason_of_a_failed_variant_is_its_error_s_sentence():
+def test_the_reason_of_a_failed_variant_is_its_errors_sentence():
     log = "compiling\nerror: rank 1 of 2 failed: no memory\nType less\n"
     assert last_words(log, 1) == "rank 1 of 2 failed: no memory"
     assert last_words("Traceback\n  File\nKeyError: 'x'\n", 1) == "KeyError: 'x'"
@@ -328,8 +271,7 @@ def test_the_reason_of_a_failed_variant_is_its_error_s_sentence():
 
 
 def test_the_table_has_a_line_for_each_variant_with_what_became_of_it():
-    faster = OWN | {"attention": "matmul"}
-    broken = OWN | {"threads": "2"}
+    faster, broken = OWN | {"attention": "matmul"}, OWN | {"threads": "2"}
     rows = [row(100), row(50, "", faster), row(0, "took longer", broken), row(52, "", faster, 1)]
     lines = table(rows, OWN, faster).splitlines()
     own, best = (" ".join(line.split()) for line in lines[1:3])
@@ -338,17 +280,34 @@ def test_the_table_has_a_line_for_each_variant_with_what_became_of_it():
     assert lines[3].endswith("threads=2: took longer") and len(lines) == 4
 
 
-# --- the file that scripts take -------------------------------------------------------------------
-
-SHAPES = make_job("", SIZE).buckets
+IGNORING = "--profile-set tuned=no"
 
 
-def opened(tiny, folder: Path, *typed: str, take: bool = False) -> Workspace:
-    """take: with the tuned settings in the folder."""
-    workspace = Workspace(tiny.checkpoint, resolve("cpu", typed), folder, 2, "float32", tiny.gemma_root)
-    if take:
-        workspace.take_tuned()
-    return workspace
+@pytest.fixture
+def opened(tiny, tmp_path):
+    """opened(*settings) is a workspace; take: with the tuned settings in its artifacts."""
+
+    def open_workspace(*settings: str, take: bool = False, tp: int = 2) -> Workspace:
+        workspace = Workspace(tiny.checkpoint, resolve("cpu", settings), tmp_path, tp, "float32", tiny.gemma_root)
+        if take:
+            workspace.take_tuned()
+        return workspace
+
+    return open_workspace
+
+
+@pytest.fixture
+def by_flags(tiny, tmp_path):
+    """The workspace of a command line."""
+
+    def open_workspace(*words: str) -> Workspace:
+        parser = flags.parser("", "", gemma=False)
+        flags.add_job(parser, flags.GRAPHS)
+        common = ["--checkpoint-path", str(tiny.checkpoint), "--artifacts-dir", str(tmp_path)]
+        common += ["--profile", "cpu", "--tp-degree", "2", "--dtype", "float32"]
+        return flags.workspace(parser.parse_args([*common, *words]))
+
+    return open_workspace
 
 
 def choose(workspace: Workspace, run: dict, graphs: dict, size: Size = SIZE) -> TunedSettings:
@@ -356,61 +315,61 @@ def choose(workspace: Workspace, run: dict, graphs: dict, size: Size = SIZE) -> 
     config = workspace.transformer.digest
     identity = tuned_settings.identity(workspace.profile, workspace.tp, workspace.dtype_name, config)
     path = tuned_settings.file_of(workspace.artifacts, identity)
-    kept = tuned_settings.load(workspace.artifacts, identity) or TunedSettings(path, identity)
-    kept.run = run
+    settings = tuned_settings.load(workspace.artifacts, identity) or TunedSettings(path, identity)
+    settings.run = run
     key = tuned_settings.size_key(make_job("", size).buckets)
-    kept.sizes[key] = {"settings": graphs, "run": run}
-    kept.write()
-    return kept
+    settings.sizes[key] = {"settings": graphs, "run": run}
+    settings.write()
+    return settings
 
 
 def dit_identity(workspace: Workspace, size: Size = SIZE) -> dict:
-    buckets = make_job("", size).buckets
-    return workspace.dit_graphs(buckets)[0].identity
+    return workspace.dit_graphs(make_job("", size).buckets)[0].identity
 
 
-def test_graph_settings_are_those_of_the_dit_and_of_its_size_alone(tiny, tmp_path):
-    plain = opened(tiny, tmp_path)
+def test_graph_settings_are_those_of_the_dit_and_of_its_size_and_typed_ones_win_key_by_key(opened):
+    plain = opened()
     choose(plain, {"threads": "2"}, {"attention": "matmul", "blocks_per_graph": "1"})
-    workspace = opened(tiny, tmp_path, take=True)
+    workspace = opened(take=True)
     ours = dit_identity(workspace)
     assert (ours["attention"], ours["blocks_per_graph"]) == ("matmul", 1)
     assert dit_identity(workspace, Size(96, 64, 9)) == dit_identity(plain, Size(96, 64, 9))
-    of_text = ([n.identity for n in w.text_graphs([64])] for w in (workspace, plain))
+    of_text = ([graphs.identity for graphs in of.text_graphs([64])] for of in (workspace, plain))
     assert next(of_text) == next(of_text)
     assert workspace.profile.attention == "sdpa" and workspace.profile.threads == 2
     assert workspace.identity["rank_threads"] == 2
-
-
-def test_a_size_is_found_by_its_shapes_whatever_its_timesteps(tiny, tmp_path):
-    portrait, two = Size(96, 64, 9), Size(128, 128, 9, two_stage=True)
-    key = tuned_settings.size_key(make_job("", portrait).buckets)
-    assert key == tuned_settings.size_key(make_job("", Size(64, 96, 9)).buckets)
-    stages = make_job("", two).buckets
-    both = [replace(bucket, timesteps=count) for bucket in stages for count in (1, 2)]
-    assert tuned_settings.size_key(both) == tuned_settings.size_key(stages) == "v8-a9+v32-a9"
-    for other in (dict(recipe="dev"), dict(nag_scale=11.0)):
-        key = tuned_settings.size_key(make_job("", two, **other).buckets)
-        assert key != tuned_settings.size_key(stages)
-
-
-def test_what_is_typed_wins_key_by_key(tiny, tmp_path):
-    choose(opened(tiny, tmp_path), {"threads": "2"}, {"attention": "matmul", "blocks_per_graph": "1"})
-    workspace = opened(tiny, tmp_path, "attention=sdpa", "threads=1", take=True)
+    workspace = opened("attention=sdpa", "threads=1", take=True)
     ours = dit_identity(workspace)
-    assert (ours["attention"], ours["blocks_per_graph"]) == ("sdpa", 1) and workspace.profile.threads == 1
-    assert dit_identity(opened(tiny, tmp_path, "blocks_per_graph=2", take=True))["blocks_per_graph"] == 2
+    assert (ours["attention"], ours["blocks_per_graph"], workspace.profile.threads) == ("sdpa", 1, 1)
+    assert dit_identity(opened("blocks_per_graph=2", take=True))["blocks_per_graph"] == 2
 
 
-def test_a_size_tuned_under_other_settings_of_the_run_is_not_taken(tiny, tmp_path):
-    choose(opened(tiny, tmp_path), {"threads": "2"}, {"attention": "matmul"}, Size(96, 64, 9))
-    choose(opened(tiny, tmp_path), {"threads": "1"}, {"attention": "matmul"})
-    workspace = opened(tiny, tmp_path, take=True)
+def test_a_size_is_found_by_its_shapes_whatever_its_timesteps_and_a_layout_has_its_own_file():
+    def key(size, **fields):
+        return tuned_settings.size_key(make_job("", size, **fields).buckets)
+
+    two = Size(128, 128, 9, two_stage=True)
+    assert key(Size(96, 64, 9)) == key(Size(64, 96, 9))
+    both = [replace(bucket, timesteps=count) for bucket in make_job("", two).buckets for count in (1, 2)]
+    assert tuned_settings.size_key(both) == key(two) == "v8-a9+v32-a9"
+    assert len({key(two), key(two, recipe="dev"), key(two, nag_scale=11.0)}) == 3
+    one, groups = (
+        tuned_settings.identity(resolve("cpu", settings), 2, "float32", "config")
+        for settings in ((), ("context_parallel=2",))
+    )
+    assert groups["device"] == one["device"] | {"context_parallel": 2}
+    assert tuned_settings.file_of(Path(), one) != tuned_settings.file_of(Path(), groups)
+
+
+def test_a_size_tuned_under_other_settings_of_the_run_is_not_taken(opened):
+    choose(opened(), {"threads": "2"}, {"attention": "matmul"}, Size(96, 64, 9))
+    choose(opened(), {"threads": "1"}, {"attention": "matmul"})
+    workspace = opened(take=True)
     assert dit_identity(workspace)["attention"] == "matmul"
     assert dit_identity(workspace, Size(96, 64, 9))["attention"] == "sdpa"
 
 
-# What lies where the file should be -> what is said; the run goes on without it.
+# What lies where the file should be -> what is printed; the run goes on without it.
 STALE = {
     "not JSON": ("{", "cannot be read as JSON"),
     "another identity": ('{"identity": {}, "run": {}, "sizes": {}}', "does not match its name"),
@@ -423,162 +382,119 @@ STALE = {
 
 
 @pytest.mark.parametrize("content, message", STALE.values(), ids=STALE)
-def test_a_file_that_cannot_be_taken_stops_nothing(tiny, tmp_path, capsys, content, message):
-    kept = choose(opened(tiny, tmp_path), {"threads": "2"}, {})
+def test_a_file_that_cannot_be_taken_stops_nothing(opened, capsys, content, message):
+    settings = choose(opened(), {"threads": "2"}, {})
     if not isinstance(content, str):
-        content = json.dumps({"identity": kept.identity, "run": {}} | content)
-    kept.path.write_text(content)
-    workspace = opened(tiny, tmp_path, take=True)
+        content = json.dumps({"identity": settings.identity, "run": {}} | content)
+    settings.path.write_text(content)
+    workspace = opened(take=True)
     assert workspace.tuned_settings is None and workspace.profile.threads == 0
     assert message in capsys.readouterr().out
 
 
-def test_a_file_changes_nothing_that_a_tuning_does_not_choose(tiny, tmp_path):
+def test_a_file_changes_nothing_that_a_tuning_does_not_choose(opened):
     """It may come from a store."""
     foreign = {"environment.LD_PRELOAD": "x.so", "vae_tile": "64", "nonsense": "x"}
-    choose(opened(tiny, tmp_path), foreign | {"threads": "2"}, foreign)
-    workspace = opened(tiny, tmp_path, take=True)
+    choose(opened(), foreign | {"threads": "2"}, foreign)
+    workspace = opened(take=True)
     assert workspace.tuned_settings.run == {"threads": "2"}
     assert workspace.profile.settings == ("threads=2",)
 
 
-def test_a_tuning_with_other_versions_is_named_and_one_of_another_model_is_not(tiny, tmp_path, capsys, monkeypatch):
-    choose(opened(tiny, tmp_path), {"threads": "2"}, {})
-    other_tp = Workspace(tiny.checkpoint, resolve("cpu"), tmp_path, 4, "float32")
-    other_tp.take_tuned()
-    assert other_tp.tuned_settings is None and capsys.readouterr().out == ""
+def test_a_tuning_with_other_versions_is_named_and_one_of_another_model_is_not(opened, capsys, monkeypatch):
+    choose(opened(), {"threads": "2"}, {})
+    assert opened(take=True, tp=4).tuned_settings is None and capsys.readouterr().out == ""
     monkeypatch.setattr(tuned_settings.machine, "package_version", {"torch": "9.9"}.get)
-    workspace = opened(tiny, tmp_path, take=True)
-    message = capsys.readouterr().out
-    assert workspace.tuned_settings is None and "was tuned with other versions and is ignored" in message
+    assert opened(take=True).tuned_settings is None
+    assert "was tuned with other versions and is ignored" in capsys.readouterr().out
 
 
-def test_settings_that_do_not_go_with_what_was_typed_are_left_out(tiny, tmp_path, capsys):
-    kept = choose(opened(tiny, tmp_path), {"compile_backend": "aot_eager"}, {})
-    profile = kept.profile_of_run(resolve("cpu", ("device=cuda",)))
-    assert profile.compile_backend == "export"
+def test_settings_that_are_gone_or_do_not_go_with_what_was_typed_are_left_out_with_a_sentence(opened, capsys):
+    settings = choose(opened(), {"compile_backend": "aot_eager"}, {"attention": "nki_const_max"})
+    assert settings.profile_of_run(resolve("cpu", ("device=cuda",))).compile_backend == "export"
     assert "tuned settings are ignored: --profile-set" in capsys.readouterr().out
-
-
-def test_a_tuned_value_that_does_not_exist_any_more_is_left_out_with_a_sentence(tiny, tmp_path, capsys):
-    kept = choose(opened(tiny, tmp_path), {}, {"attention": "nki_const_max"})
-    assert kept.profile_of_size(resolve("trn2.3xlarge"), SHAPES).attention == "nki"
+    buckets = make_job("", SIZE).buckets
+    assert settings.profile_of_size(resolve("trn2.3xlarge"), buckets).attention == "nki"
     printed = capsys.readouterr().out
     assert printed.startswith("tuned settings are ignored:") and "nki_const_max" in printed
 
 
-IGNORING = "--profile-set tuned=no"
-
-
-def arguments(tiny, folder: Path, *more: str):
-    parser = flags.parser("", "", gemma=False)
-    flags.add_job(parser, flags.GRAPHS)
-    common = ["--checkpoint-path", str(tiny.checkpoint), "--artifacts-dir", str(folder)]
-    common += ["--profile", "cpu", "--tp-degree", "2", "--dtype", "float32"]
-    return parser.parse_args([*common, *more])
-
-
-def test_scripts_take_the_file_and_say_so_in_one_line(tiny, tmp_path, capsys):
-    kept = choose(opened(tiny, tmp_path), {"threads": "2"}, {"attention": "matmul"})
-    workspace = flags.workspace(arguments(tiny, tmp_path))
-    workspace.print_tuned(SHAPES)
+def test_commands_take_the_file_and_print_it_in_one_line_and_in_the_report(opened, by_flags, capsys):
+    path = choose(opened(), {"threads": "2"}, {"attention": "matmul"}).path
+    workspace, job = by_flags(), make_job("waves", SIZE)
+    workspace.print_tuned(job.buckets)
     workspace.print_tuned()
-    line = f"tuned: threads=2 attention=matmul ({kept.path}; {IGNORING} ignores it)\n"
-    assert capsys.readouterr().out == line
-    ignored = flags.workspace(arguments(tiny, tmp_path, *IGNORING.split()))
-    ignored.print_tuned(SHAPES)
-    assert ignored.tuned_settings is None and capsys.readouterr().out == ""
-    assert dit_identity(ignored)["attention"] == "sdpa"
-
-
-def test_the_report_names_the_tuned_settings_and_their_file(tiny, tmp_path):
-    kept = choose(opened(tiny, tmp_path), {"threads": "2"}, {"attention": "matmul"})
-    workspace = flags.workspace(arguments(tiny, tmp_path))
-    job = make_job("waves", SIZE)
-    before = run_identity(job, opened(tiny, tmp_path), RunOptions())
-    after = run_identity(job, workspace, RunOptions())
+    assert capsys.readouterr().out == f"tuned: threads=2 attention=matmul ({path}; {IGNORING} ignores it)\n"
+    before, after = (run_identity(job, of, RunOptions()) for of in (opened(), workspace))
     differing = {name for name, _, _ in artifacts.differences(before, after)}
     assert differing == {"attention", "profile_set", "rank_threads"}  # --resume begins anew
     report = make_report(Recorder(), workspace, job.describe())
     settings = {"run": ("threads=2",), "v8-a9": ("attention=matmul",)}
-    assert report["identity"]["tuned"] == {"file": str(kept.path), "settings": settings}
+    assert report["identity"]["tuned"] == {"file": str(path), "settings": settings}
 
 
-def test_graphs_compiled_before_the_tuning_are_named_with_what_to_type(tiny, tmp_path):
-    before = opened(tiny, tmp_path)
-    folder = artifacts.folder(tmp_path, dit_identity(before))
-    write_json(folder / "manifest.json", {"identity": dit_identity(before)})
-    kept = choose(before, {}, {"attention": "matmul"})
-    workspace = flags.workspace(arguments(tiny, tmp_path))
-    other = dit_identity(workspace) | {"bucket": "v1-a1-t1-s8"}  # as near, and of another size
-    write_json(artifacts.folder(tmp_path, other) / "manifest.json", {"identity": other})
-    with pytest.raises(UserError) as error:
-        workspace.dit_program_for(make_job("", SIZE), make_job("", SIZE).stages[0])
-    _, make, tuned_line = str(error.value).splitlines()
-    assert "attention: got sdpa, wanted matmul" in str(error.value)
-    assert invocation.command("compile transformer") in make and "attention" not in make
-    assert tuned_line == f"tuned: attention=matmul ({kept.path}; {IGNORING} ignores it)"
-
-
-def test_a_command_says_that_tuned_settings_are_ignored_where_that_was_typed(tiny, tmp_path):
-    choose(opened(tiny, tmp_path), {"threads": "2"}, {"attention": "matmul"})
-    workspace = flags.workspace(arguments(tiny, tmp_path, *IGNORING.split()))
+def test_a_typed_no_ignores_the_file_and_is_in_the_commands_that_depend_on_it(opened, by_flags, capsys):
+    choose(opened(), {"threads": "2"}, {"attention": "matmul"})
+    workspace, job = by_flags(*IGNORING.split()), make_job("", SIZE)
+    workspace.print_tuned(job.buckets)
+    assert workspace.tuned_settings is None and capsys.readouterr().out == ""
+    assert dit_identity(workspace)["attention"] == "sdpa"
     with pytest.raises(UserError, match=f"compile transformer .*{IGNORING}$"):
-        workspace.dit_program_for(make_job("", SIZE), make_job("", SIZE).stages[0])
+        workspace.dit_program_for(job, job.stages[0])
     with pytest.raises(UserError) as error:
         workspace.dit_weights()
     assert IGNORING not in str(error.value)  # weights do not depend on it
-    assert workspace.identity == opened(tiny, tmp_path).identity  # nor does what a run gives
+    assert workspace.identity == opened().identity  # nor does what a run gives
 
 
-# --- what is typed --------------------------------------------------------------------------------
-
-WRONG = {
-    "an unknown key": (["--keys", "attention", "speed"], "--keys speed: unknown; known: backend,"),
-    "a limit of 0": (["--limit", "0"], "--limit 0: wanted seconds above 0"),
-    "an endless limit": (["--limit", "inf"], "--limit inf: wanted seconds above 0"),
-    "no rounds": (["--rounds", "0"], "--rounds 0: wanted 1 or more"),
-    "no steps": (["--steps", "-1"], "--steps -1: wanted 1 or more"),
-    "no cores": (["--layouts", "-1"], "--layouts -1: wanted 1 or more"),
-    "half a block": (["--layers", "1"], "--layers 1: wanted a multiple of 2"),
-    "a size that cannot be": (["--height", "65"], "--height 65 is not a multiple of 32"),
-    "guidance of another recipe": (["--guidance", "video_cfg=3"], "recipe takes no --guidance video_cfg"),
-    "a block that the model lacks": (
-        ["--recipe", "dev", "--guidance", "video_stg_blocks=7"],
-        "video STG block 7: this model has",
-    ),
-    "another recipe's graphs": (["--recipe", "dev", "--nag-scale", "11"], "--nag-scale cannot"),
-    "no rank files": ([], "no dit weights in .*\nMake them: .* shard transformer "),
-}
+def test_graphs_compiled_before_the_tuning_are_named_with_what_to_type(opened, by_flags, tmp_path):
+    before = dit_identity(opened())
+    write_json(artifacts.folder(tmp_path, before) / "manifest.json", {"identity": before})
+    path = choose(opened(), {}, {"attention": "matmul"}).path
+    workspace, job = by_flags(), make_job("", SIZE)
+    other = dit_identity(workspace) | {"bucket": "v1-a1-t1-s8"}  # as near, and of another size
+    write_json(artifacts.folder(tmp_path, other) / "manifest.json", {"identity": other})
+    with pytest.raises(UserError) as error:
+        workspace.dit_program_for(job, job.stages[0])
+    difference, make, tuned_line = str(error.value).splitlines()
+    assert "attention: got sdpa, wanted matmul" in difference
+    assert invocation.command("compile transformer") in make and "attention" not in make
+    assert tuned_line == f"tuned: attention=matmul ({path}; {IGNORING} ignores it)"
 
 
-@pytest.mark.parametrize("typed, message", WRONG.values(), ids=WRONG)
-def test_what_is_typed_wrongly_is_said_before_anything_runs(tiny, tmp_path, typed, message):
-    common = ["--checkpoint-path", str(tiny.checkpoint), "--artifacts-dir", str(tmp_path)]
-    common += ["--profile", "cpu", "--tp-degree", "2", "--recipe", "distilled"]
-    common += ["--height", "64", "--width", "64", "--num-frames", "9"]
+# 64x64, 9 frames of the distilled recipe, and: what is typed -> what the refusal says
+REFUSED = [
+    ("--keys attention speed", "--keys speed: unknown; known: backend,"),
+    ("--limit 0", "--limit 0: wanted seconds above 0"),
+    ("--limit inf", "--limit inf: wanted seconds above 0"),
+    ("--rounds 0", "--rounds 0: wanted 1 or more"),
+    ("--steps -1", "--steps -1: wanted 1 or more"),
+    ("--layouts -1", "--layouts -1: wanted 1 or more"),
+    ("--layers 1", "--layers 1: wanted a multiple of 2"),
+    ("--height 65", "--height 65 is not a multiple of 32"),
+    ("--guidance video_cfg=3", "recipe takes no --guidance video_cfg"),
+    ("--recipe dev --guidance video_stg_blocks=7", "video STG block 7: this model has"),
+    ("--recipe dev --nag-scale 11", "--nag-scale cannot"),
+    ("", "no dit weights in .*\nMake them: .* shard transformer "),
+]
+
+
+def tune(checkpoint: Path, folder: Path, *words: object) -> None:
+    common = ["--checkpoint-path", checkpoint, "--artifacts-dir", folder, "--profile", "cpu", "--recipe", "distilled"]
+    command.main([*map(str, common), *["--height", "64", "--width", "64", "--num-frames", "9"], *map(str, words)])
+
+
+@pytest.mark.parametrize("words, message", REFUSED)
+def test_what_is_typed_wrongly_is_refused_before_anything_runs(tiny, tmp_path, words, message):
     with pytest.raises(UserError, match=message):
-        command.main([*common, *typed])
+        tune(tiny.checkpoint, tmp_path, "--tp-degree", 2, *words.split())
 
 
-def test_a_diffusion_decoder_has_no_convolutions_to_time(split, tmp_path):
-    words = ["--checkpoint-path", str(split.folder), "--video-vae-path", str(split.diffusion_vae)]
-    words += ["--artifacts-dir", str(tmp_path), "--profile", "cpu", "--recipe", "distilled"]
-    with pytest.raises(UserError, match="--vae: the diffusion decoder has no convolutions"):
-        command.main([*words, "--height", "64", "--width", "64", "--num-frames", "9", "--vae"])
-
-
-def test_the_step_of_ltx_2_5_is_tuned_with_its_sampler(split, tmp_path, monkeypatch):
-    tuned = []
+def test_a_download_of_ltx_2_5_is_tuned_with_its_sampler_and_has_no_convolutions_to_time(split, tmp_path, monkeypatch):
+    jobs = []
     monkeypatch.setattr(Workspace, "dit_weights", lambda self, loras=(): tmp_path)
-    monkeypatch.setattr(command.Tuning, "run", lambda self: tuned.append(self.job))
-    words = ["--checkpoint-path", str(split.folder), "--artifacts-dir", str(tmp_path)]
-    words += ["--profile", "cpu", "--height", "64", "--width", "64", "--num-frames", "9"]
-    command.main([*words, "--recipe", "distilled"])
-    assert [stage.sampler for stage in tuned.pop().stages] == ["ancestral"]
-
-
-def test_all_that_can_be_tuned_is_a_value_of_the_profile():
-    own = baseline_settings(resolve("trn2.3xlarge"))
-    assert resolve("trn2.3xlarge", tuple(f"{k}={v}" for k, v in own.items()))
-    assert own["attention"] == "nki" and own["threads"] == "0"
+    monkeypatch.setattr(command.Tuning, "run", lambda self: jobs.append(self.job))
+    tune(split.folder, tmp_path)
+    assert [stage.sampler for stage in jobs.pop().stages] == ["ancestral"]
+    with pytest.raises(UserError, match="--vae: the diffusion decoder has no convolutions"):
+        tune(split.folder, tmp_path, "--video-vae-path", split.diffusion_vae, "--vae")
