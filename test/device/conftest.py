@@ -1,5 +1,4 @@
-"""The flags of test/device, and what its sections run on. A run without a Neuron device and without
---profile skips them."""
+"""The flags of test/device, and its report. Without a Neuron device and --profile all sections are skipped."""
 
 import argparse
 import datetime
@@ -15,8 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from device import test_device
-from device.bench import Bench
-from device.comparisons import doctor_flags
+from device.bench import Bench, doctor_flags
 from device.report import Budget, Report
 from ltx_neuron import flags
 from ltx_neuron.artifacts import code_digest
@@ -34,14 +32,12 @@ RUN = "python -m pytest test/device --minutes 10"
 REHEARSAL = "python -m pytest test/device --profile cpu --skip-wide"
 PLACES = ("work_dir", "artifacts_dir", "checkpoint_path", "gemma_root", "spatial_upsampler_path")
 CHOICES = (*PLACES[1:], "profile_set", "tp_degree", "dtype", "skip_wide", *SizeFields.model_fields)
-PACKAGES = ("torch", "neuronx-cc", "neuronx-distributed", "torch-neuronx", "torch-xla")
-PACKAGES += ("transformers", "ltx-core")
+PACKAGES = ("torch", "neuronx-cc", "neuronx-distributed", "torch-neuronx", "torch-xla", "transformers", "ltx-core")
 REPORT, BENCH = pytest.StashKey[Report](), pytest.StashKey[Bench]()
 
 
 def pytest_addoption(parser):
-    group = parser.getgroup("device", "test/device: what the sections run on")
-    add = group.addoption
+    add = parser.getgroup("device", "test/device: what the sections run on").addoption
     help = "hardware (default: this machine's own); cpu rehearses the run on any machine"
     add("--profile", metavar="NAME", help=help)
     help = "change one value of the profile, as in attention=matmul; repeatable"
@@ -54,8 +50,7 @@ def pytest_addoption(parser):
     add("--work-dir", type=Path, default=verbs.WORK_DIR, metavar="DIR", help=help)
     add("--checkpoint-path", type=Path, metavar="FILE", help="run the full model as well")
     add("--gemma-root", type=Path, metavar="DIR", help="of the full model")
-    help = "the full model then runs both stages"
-    add("--spatial-upsampler-path", type=Path, metavar="FILE", help=help)
+    add("--spatial-upsampler-path", type=Path, metavar="FILE", help="the full model then runs both stages")
     help = "weights and graphs of the full model"
     add("--artifacts-dir", type=Path, default=Path("artifacts"), metavar="DIR", help=help)
     add("--tp-degree", type=int, metavar="N", help="ranks (default: the profile's)")
@@ -69,12 +64,11 @@ def pytest_configure(config):
     # Without pytest_addoption: a run of other folders too, which has not asked for a device.
     if not hasattr(args, "skip_wide") or args.collectonly or hasattr(config, "workerinput"):
         return
-    if not (args.profile or probe().neuron_devices):
-        return
-    try:
-        _begin(config, args)
-    except UserError as error:
-        raise pytest.UsageError(str(error)) from None
+    if args.profile or probe().neuron_devices:
+        try:
+            _begin(config, args)
+        except UserError as error:
+            raise pytest.UsageError(str(error)) from None
 
 
 def _begin(config, args) -> None:
@@ -87,14 +81,14 @@ def _begin(config, args) -> None:
     args.work_dir.mkdir(parents=True, exist_ok=True)
     identity = {name: str(getattr(args, name)) for name in CHOICES}
     identity |= {"profile": bench.profile.name, "code": code_digest(bench.profile.backend)}
-    facts, clean = facts_of(bench), public
     sections = {section.name: section for section in test_device.SECTIONS}
-    report = Report(args.work_dir, sections, bench.budget, identity, facts, clean)
+    report = Report(args.work_dir, sections, bench.budget, identity, facts_of(bench), public)
     report.restore(wanted=config.getoption("lf", False))
     report.keep()
     config.stash[REPORT], config.stash[BENCH] = report, bench
-    config.pluginmanager.register(Sections(config, report, args))
-    config.option.last_failed_no_failures = "none"  # --lf after the last section runs nothing
+    config.pluginmanager.register(Sections(report, args))
+    if failed := config.pluginmanager.get_plugin("lfplugin"):  # it does not know what was not reached
+        config.pluginmanager.unregister(failed)
     # A connection that is lost ends the run as Ctrl-C does: nothing stays on the chip.
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:
@@ -102,23 +96,19 @@ def _begin(config, args) -> None:
 
 
 def facts_of(bench: Bench) -> dict[str, str]:
-    """What the report says of the run above its table: machine, versions, code, command."""
-    versions = {name: version for name in PACKAGES if (version := bench.system.version(name))}
-    settings = " ".join(bench.profile.settings)
+    """What the report says of the run above its table."""
+    profile, system = bench.profile, bench.system
+    settings = f" with {' '.join(profile.settings)}" if profile.settings else ""
+    versions = [f"{name} {version}" for name in PACKAGES if (version := system.version(name))]
+    memory = format_bytes(system.memory().get("MemTotal", 0))
     return {
-        "profile": (
-            f"{bench.profile.name}{' with ' + settings if settings else ''}, {bench.tp} ranks,"
-            f" {bench.profile.backend}, {bench.args.dtype}"
-        ),
+        "profile": f"{profile.name}{settings}, {bench.tp} ranks, {profile.backend}, {bench.args.dtype}",
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "machine": (
-            f"{platform.machine()}, {os.cpu_count()} CPU cores,"
-            f" {format_bytes(bench.system.memory().get('MemTotal', 0))}"
-        ),
-        "driver": bench.system.driver or "none",
-        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
-        "commit": bundle.commit(bench.system),
-        "code": code_digest(bench.profile.backend),
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPU cores, {memory}",
+        "driver": system.driver or "none",
+        "versions": ", ".join(versions),
+        "commit": bundle.commit(system),
+        "code": code_digest(profile.backend),
         "command": shlex.join(["python", "-m", "pytest", *sys.argv[1:]]),
     }
 
@@ -135,12 +125,16 @@ def lines(pytestconfig) -> list[str]:
 
 
 def pytest_collection_modifyitems(config, items):
-    if REPORT in config.stash:
+    own = [item for item in items if item.path.parent == Path(__file__).parent]
+    if report := config.stash.get(REPORT, None):
+        if config.getoption("lf", False):
+            done = [item for item in own if report.is_done(name_of(item.name))]
+            items[:] = [item for item in items if item not in done]
+            config.hook.pytest_deselected(items=done)
         return
     reason = f"no Neuron device; with one: {RUN}; a rehearsal on this machine: {REHEARSAL}"
-    for item in items:
-        if item.path.parent == Path(__file__).parent:
-            item.add_marker(pytest.mark.skip(reason=reason))
+    for item in own:
+        item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def name_of(test: str) -> str:
@@ -149,14 +143,11 @@ def name_of(test: str) -> str:
 
 
 class Sections:
-    """Runs tests as sections of a report. The terminal has a line when one begins, and one when it
-    ends, in place of a dot."""
+    """Runs tests as sections of a report. The terminal has a line when one begins, and one when it ends, in place of
+    a dot."""
 
-    def __init__(self, config, report: Report, args: argparse.Namespace):
-        self.config, self.report, self.args = config, report, args
-
-    def pytest_collection_finish(self):
-        self._mark_unfinished()
+    def __init__(self, report: Report, args: argparse.Namespace):
+        self.report, self.args = report, args
 
     def pytest_runtest_logstart(self, nodeid, location):
         if section := self.report.sections.get(name_of(location[2])):
@@ -176,42 +167,23 @@ class Sections:
 
     def pytest_runtest_logfinish(self, nodeid, location):
         if (name := name_of(location[2])) in self.report.sections:
-            print(f"  {self.report.line(name)}", flush=True)
-            self._mark_unfinished()
-
-    def _mark_unfinished(self) -> None:
-        """For --lf, however this run ends: what is not done counts as failed."""
-        if not hasattr(self.config, "cache"):  # -p no:cacheprovider
-            return
-        file = Path(test_device.__file__).relative_to(self.config.rootpath).as_posix()
-        failed = self.config.cache.get("cache/lastfailed", {})
-        failed = {test: True for test in failed if not test.startswith(f"{file}::")}
-        left = [name for name in self.report.sections if not self.report.is_done(name)]
-        failed |= {f"{file}::test_section[{name}]": True for name in left}
-        self.config.cache.set("cache/lastfailed", failed)
-
-    @pytest.hookimpl(trylast=True)  # after pytest's own
-    def pytest_sessionfinish(self):
-        self._mark_unfinished()
+            print(f"  {self.report.how(name)} ({self.report.result(name)['seconds']:.1f} s)", flush=True)
 
     def pytest_terminal_summary(self, terminalreporter, exitstatus):
-        args, say = self.args, terminalreporter.write_line
-        page = args.work_dir / "report.md"
+        say, page = terminalreporter.write_line, self.args.work_dir / "report.md"
         say(f"\n{page.read_text()}")
         say(f"This page, without names and secrets, is {page}: please paste it into an issue.")
-        left = sum(not self.report.is_done(name) for name in self.report.sections)
-        if left:
+        if left := sum(not self.report.is_done(name) for name in self.report.sections):
             say(f"{left} sections are not done: the same command with --lf runs what it can of them")
         if exitstatus != pytest.ExitCode.INTERRUPTED:
-            say(f"with the logs: {packed(args)}")
+            say(f"with the logs: {packed(self.args)}")
 
 
-def packed(args) -> str:
-    """Pack the bundle beside the report, in place of an earlier one; where it is, or why it is
-    not."""
+def packed(args: argparse.Namespace) -> str:
+    """Pack the bundle beside the report, in place of an earlier one; where it is, or why it is not."""
     target = args.work_dir / "bundle.tar.gz"
     target.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "ltx_neuron.doctor", "--bundle", target]
-    command += ["--work-dir", args.work_dir, *doctor_flags(args)]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, errors="replace")
+    command = [sys.executable, "-m", "ltx_neuron.doctor", "--bundle", target, "--work-dir", args.work_dir]
+    words = [str(word) for word in (*command, *doctor_flags(args))]
+    done = subprocess.run(words, capture_output=True, text=True, errors="replace")
     return (done.stdout if target.exists() else done.stderr).strip().rpartition("\n")[2]

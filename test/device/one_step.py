@@ -2,14 +2,11 @@
 
     python -m device.one_step REQUEST.json
 
-It is the last step of stage 1, to sigma 0, which leaves the model's prediction itself; of the
-ancestral sampler the one before, which is the last that adds noise. The inputs are the same in
-every run (ltx_neuron.tune.step). The first step's prediction changes the latents by about as much
-as the rule allows it to be off.
+It is the last step of stage 1, to sigma 0, which leaves the model's prediction itself; of the ancestral sampler the one
+before, which is the last that adds noise. The inputs are the same in every run (ltx_neuron.tune.step). The first step's
+prediction changes the latents by about as much as the rule allows it to be off.
 
-REQUEST.json has checkpoint, artifacts, size (the fields of job.Size), profile, settings, dtype, tp
-and output, the file for the latents after the step: video (1, 128, F, h, w) and audio (1, 8, Ta,
-16).
+REQUEST.json has what Bench.scripted and bench.request write. The output has the latents of both streams.
 """
 
 import sys
@@ -30,19 +27,21 @@ from ltx_neuron.job import Size
 from ltx_neuron.tune.step import prepared
 
 
+def workspace_of(request: dict, *settings: str) -> Workspace:
+    profile = resolve(request["profile"], (*request["settings"], *settings))
+    torch.set_num_threads(profile.host_threads)
+    return Workspace(request["checkpoint"], profile, request["artifacts"], request["tp"], request["dtype"])
+
+
 @torch.no_grad()
 def take_step(request: dict) -> None:
-    """Run the last step of stage 1 and write the latents of both streams."""
-    profile = resolve(request["profile"], tuple(request["settings"]))
-    workspace = Workspace(request["checkpoint"], profile, request["artifacts"], request["tp"], request["dtype"])
+    workspace = workspace_of(request)
     job = workspace.resolved(make_job("random contexts", Size(**request["size"])))
     dtype, stage = workspace.dtype, job.stages[0]
-    torch.set_num_threads(profile.host_threads)
     bucket, manifest = workspace.dit_program_for(job, stage)
-    with registry.ranks(profile, request["tp"], workspace.compiler_cache) as ranks:
+    with registry.ranks(workspace.profile, request["tp"], workspace.compiler_cache) as ranks:
         ranks.load(workspace.dit_weights(), {bucket.name: manifest}, dtype)
-        compiled = CompiledStep(bucket, manifest)
-        run = prepared(ranks, compiled, workspace, dtype, job, stage)
+        run = prepared(ranks, CompiledStep(bucket, manifest), workspace, dtype, job, stage)
         run.start()
         run.step(stage.steps - 1 - bucket.ancestral)
         latents = [latent.contiguous() for latent in run.result()]

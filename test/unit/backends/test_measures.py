@@ -20,18 +20,9 @@ def scenes(count: int, seed: int = 99) -> list[world.Scene]:
 
 @pytest.mark.parametrize("size", [(64, 96), (128, 192)])
 def test_all_that_a_scene_shows_and_sounds_is_found_at_both_sizes(size):
-    for scene in scenes(12):
+    for scene in scenes(8):
         clip = scene.frames(*size, FRAMES, FRAME_RATE), scene.waveform(RATE, SECONDS)
         assert all(measures.score(scene, *clip, RATE, FRAME_RATE)), scene
-
-
-def test_bounces_and_onsets_are_found_to_within_a_frame():
-    for scene in scenes(12):
-        counted = [bounce for bounce in scene.bounces(SECONDS) if bounce < SECONDS - 0.1]
-        seen = measures.see(scene.frames(64, 96, FRAMES, FRAME_RATE), FRAME_RATE)
-        heard = measures.hear(scene.waveform(RATE, SECONDS), RATE)
-        assert measures.offset(seen.bounces, counted, SECONDS) < 1 / FRAME_RATE, scene
-        assert measures.offset(heard.onsets, counted, SECONDS) < 0.02, scene
 
 
 def test_another_scenes_clip_scores_nothing_that_differs():
@@ -57,19 +48,6 @@ def test_noise_and_silence_show_and_sound_like_nothing():
     noise = torch.rand(FRAMES, 64, 96, 3, generator=Generator().manual_seed(0))
     assert measures.see(noise, FRAME_RATE).direction is None
     assert measures.hear(torch.zeros(2, RATE), RATE) == measures.Heard(None, [])
-
-
-def test_a_scene_has_its_first_bounce_early_enough_to_be_seen():
-    for scene in scenes(200):
-        assert 0.34 < scene.bounces(SECONDS)[0] < 1.61, scene
-
-
-def test_both_sizes_of_a_scene_are_the_same_picture():
-    for scene in scenes(4):
-        small, large = (scene.frames(h, h * 3 // 2, 9, FRAME_RATE) for h in (64, 128))
-        halved = torch.nn.functional.avg_pool2d(large.permute(0, 3, 1, 2), 2).permute(0, 2, 3, 1)
-        assert (small - halved).abs().max() < 0.25
-        assert (small - halved).square().mean() < 1e-4
 
 
 def test_a_clip_is_nearest_to_the_course_that_it_takes_and_far_from_other_words():

@@ -1,5 +1,4 @@
-"""The parts of the NxD backend that need neither NxD nor PyTorch/XLA; the rest is in
-test/xla."""
+"""The parts of the NxD backend that need neither NxD nor PyTorch/XLA; the rest is in test/xla."""
 
 import inspect
 import os
@@ -39,6 +38,15 @@ class Toy(nn.Module):
         return {"y": y}
 
 
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {"y": inputs["x"] * self.weight}
+
+
 FIELDS = {"step": Field((1,), torch.int32), "x": Field((1, 3, 4), torch.bfloat16)}
 
 
@@ -47,17 +55,14 @@ def toy() -> Graph:
         return Graph(Toy(tp=2), ("step", "x"), ("y",))
 
 
-def test_what_nxd_traces_has_a_keyword_for_each_input_and_no_default():
-    """ModelBuilder V2 reads the signature: it refuses **tensors, and defaults that are not None."""
+def test_what_nxd_traces_has_a_keyword_for_each_input_no_default_and_its_own_weights():
+    """ModelBuilder V2 reads the signature: it refuses **tensors, and defaults that are not None. torch_neuronx may copy
+    the module; a forward bound to the first one would mix them."""
     module = nxd_compile.traceable(toy())
     parameters = inspect.signature(module.forward).parameters
     assert [*parameters] == ["step", "x"]
     assert all(p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty for p in parameters.values())
     assert [name for name, _ in module.named_parameters()] == ["module.down.weight"]
-
-
-def test_a_copy_of_what_nxd_traces_uses_its_own_weights():
-    """torch_neuronx may copy the module; a forward bound to the first one would mix them."""
     first = nxd_compile.traceable(Graph(Scale(), ("step", "x"), ("y",)))
     second = deepcopy(first)
     with torch.no_grad():
@@ -75,9 +80,6 @@ def test_a_graph_for_several_groups_of_blocks_takes_its_weights_as_inputs_and_ha
         (scaled,) = module(step=None, x=torch.ones(2), weight=torch.tensor([weight]))
         assert scaled.tolist() == [weight] * 2
     assert graph.module.weight.item() == 1
-
-
-def test_the_keyword_of_a_weight_is_an_identifier():
     name = nxd_compile.argument_name("transformer_blocks.0.attn1.to_q.weight")
     assert name == "transformer_blocks__0__attn1__to_q__weight" and name.isidentifier()
 
@@ -122,15 +124,6 @@ def test_replicas_of_one_machine_have_communicators_of_their_own(monkeypatch):
         assert os.environ["NEURON_RT_ROOT_COMM_ID"] == "10.0.0.1:5000"
 
 
-class Scale(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-
-    def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {"y": inputs["x"] * self.weight}
-
-
 @pytest.mark.parametrize("cut", [False, True])
 def test_example_inputs_are_of_the_fields_different_objects_and_neither_zero_nor_constant(cut):
     graph = toy()
@@ -153,31 +146,37 @@ def test_flops_and_peak_bytes_are_counted_on_meta_without_nxd_and_without_ranks(
     assert cost["peak_bytes"] == 2 * 2 * product
 
 
-def test_collectives_and_their_bytes_are_counted_in_the_hlo_without_the_scalar_that_orders_them():
-    def shape(*dimensions, dtype=11, parts=()):
-        return SHAPE(dimensions=dimensions, element_type=dtype, tuple_shapes=parts)
+# Of 4 ranks, with two kinds of groups and with one.
+PAIRS = {"tp": [[0, 1], [2, 3]], "cp": [[0, 2], [1, 3]]}
+WORLD = {"tp": [[0, 1, 2, 3]]}
 
-    def operation(opcode, result, *operands, groups=((0, 1), (2, 3))):
+
+def shape(*dimensions: int, dtype: int = 11, parts: tuple = ()):
+    return SHAPE(dimensions=dimensions, element_type=dtype, tuple_shapes=parts)
+
+
+def hlo_of(*operations: tuple):
+    """The HLO of a graph with these collectives: opcode, shape of the result, groups, and shapes of the operands."""
+    instructions = []
+    for opcode, result, groups, *operands in operations:
         numbers = range(len(instructions), len(instructions) + len(operands))
-        instructions.extend(SHAPE(id=n, opcode="add", shape=each) for n, each in zip(numbers, operands, strict=True))
-        instructions.append(
-            SHAPE(
-                id=len(instructions),
-                opcode=opcode,
-                shape=result,
-                operand_ids=[*numbers],
-                replica_groups=[SHAPE(replica_ids=group) for group in groups],
-            )
-        )
+        instructions += [SHAPE(id=n, opcode="add", shape=each) for n, each in zip(numbers, operands, strict=True)]
+        over = [SHAPE(replica_ids=ranks) for ranks in groups]
+        number, of = len(instructions), {"operand_ids": [*numbers], "replica_groups": over}
+        instructions.append(SHAPE(id=number, opcode=opcode, shape=result, **of))
+    return SHAPE(computations=[SHAPE(instructions=instructions)])
 
-    instructions, token, between = [], shape(), ((0, 2), (1, 3))
+
+def test_collectives_and_their_bytes_are_counted_in_the_hlo_without_the_scalar_that_orders_them():
+    token, (within, between) = shape(), PAIRS.values()
     together = shape(2, 3), shape(5, dtype=16), token
-    operation("all-reduce", shape(parts=together), *together)
-    operation("all-reduce", shape(4), shape(4))
-    operation("all-gather", shape(1, 8, 3), shape(1, 4, 3), token, groups=between)
-    operation("reduce-scatter", shape(parts=[shape(1, 2, 3), token]), shape(1, 4, 3))
-    operation("all-reduce", shape(9), shape(9), groups=between)
-    hlo = SHAPE(computations=[SHAPE(instructions=instructions)])
+    hlo = hlo_of(
+        ("all-reduce", shape(parts=together), within, *together),
+        ("all-reduce", shape(4), within, shape(4)),
+        ("all-gather", shape(1, 8, 3), between, shape(1, 4, 3), token),
+        ("reduce-scatter", shape(parts=[shape(1, 2, 3), token]), within, shape(1, 4, 3)),
+        ("all-reduce", shape(9), between, shape(9)),
+    )
     gathered = scattered = 4 * 4 * 3
     assert nxd_compile.collectives(hlo, PAIRS) == {
         "collectives": 5,
@@ -190,57 +189,36 @@ def test_collectives_and_their_bytes_are_counted_in_the_hlo_without_the_scalar_t
     }
 
 
-def hlo_of(opcode: str, groups: list[list[int]]):
-    """The HLO of a graph with one collective."""
-    shape = SHAPE(dimensions=(4,), element_type=11, tuple_shapes=())
-    operand = SHAPE(id=0, opcode="parameter", shape=shape)
-    over = [SHAPE(replica_ids=ranks) for ranks in groups]
-    summed = SHAPE(id=1, opcode=opcode, shape=shape, operand_ids=[0], replica_groups=over)
-    return SHAPE(computations=[SHAPE(instructions=[operand, summed])])
-
-
-# Of 4 ranks, with two kinds of groups and with one.
-PAIRS = {"tp": [[0, 1], [2, 3]], "cp": [[0, 2], [1, 3]]}
-WORLD = {"tp": [[0, 1, 2, 3]]}
-
-
 @pytest.mark.parametrize("opcode", ["all-reduce", "all-gather", "reduce-scatter"])
 @pytest.mark.parametrize(
     ("groups", "over"),
-    [
-        (PAIRS, []),
-        (PAIRS, [[0, 1, 2, 3]]),
-        (PAIRS, [[0, 3], [1, 2]]),
-        (PAIRS, [[1, 0], [3, 2]]),
-        (PAIRS, [[0, 1]]),
-        (WORLD, []),
-        (WORLD, [[0, 1], [2, 3]]),
-    ],
+    [(PAIRS, []), (PAIRS, [[0, 1, 2, 3]]), (PAIRS, [[1, 0], [3, 2]]), (PAIRS, [[0, 1]]), (WORLD, [[0, 1], [2, 3]])],
 )
-def test_a_graph_whose_collective_is_over_other_ranks_than_the_layout_s_is_not_compiled(opcode, groups, over):
+def test_a_graph_whose_collective_is_over_other_ranks_than_those_of_the_layout_is_not_compiled(opcode, groups, over):
     """As a sum that was lowered without its groups: XLA takes none for the world."""
     for right in groups.values():
-        assert nxd_compile.collectives(hlo_of(opcode, right), groups)["collectives"] == 1
+        assert nxd_compile.collectives(hlo_of((opcode, shape(4), right, shape(4))), groups)["collectives"] == 1
     with pytest.raises(RunError) as error:
-        nxd_compile.collectives(hlo_of(opcode, over), groups)
+        nxd_compile.collectives(hlo_of((opcode, shape(4), over, shape(4))), groups)
     assert f"an {opcode} over ranks {over}, wanted one of" in str(error.value)
 
 
-def test_the_groups_of_a_compiled_graph_are_the_layout_s_or_the_world():
+def test_the_groups_of_a_compiled_graph_are_those_of_the_layout_or_the_world():
     assert mesh.compiled(resolve(TRN2), 4) == WORLD
     two = resolve("trn2.48xlarge", ("context_parallel=2",))
     assert mesh.compiled(two, 4) == mesh.groups(two, 4)
 
 
-def test_flags_always_say_the_profile_s_cores_per_logical_core():
-    profile = resolve(TRN2, NXD)
-    assert nxd_compile.compiler_flags(profile, "dit").endswith("--lnc=2")
+def test_flags_have_the_cores_per_logical_core_of_the_profile_and_kernels_need_nkilib():
+    assert nxd_compile.compiler_flags(resolve(TRN2, NXD), "dit").endswith("--lnc=2")
     contradicting = resolve(TRN2, (*NXD, "compiler_flags.dit=-O1 --lnc=1"))
     with pytest.raises(UserError, match="wanted --lnc=2 alone"):
         nxd_compile.compiler_flags(contradicting, "dit")
+    with pytest.raises(UserError, match="nkilib cannot be imported.*\n.*attention=matmul"):
+        nki.register_for_xla(2)
 
 
-def test_an_environment_that_contradicts_the_graphs_is_refused_and_the_user_s_other_values_stay(monkeypatch):
+def test_an_environment_that_contradicts_the_graphs_is_refused_and_other_values_of_the_user_stay(monkeypatch):
     ours = ("LTX_TEST_A", "ours"), ("LTX_TEST_B", "ours")
     profile = replace(resolve(TRN2, NXD), environment=ours)
     for name in ("LTX_TEST_A", "LTX_TEST_B", "NEURON_LOGICAL_NC_CONFIG"):
@@ -253,12 +231,7 @@ def test_an_environment_that_contradicts_the_graphs_is_refused_and_the_user_s_ot
     assert (nxd_compile.os.environ["LTX_TEST_A"], nxd_compile.os.environ["LTX_TEST_B"]) == ("theirs", "ours")
 
 
-def test_without_nkilib_its_kernel_is_refused_with_what_to_type():
-    with pytest.raises(UserError, match="nkilib cannot be imported.*\n.*attention=matmul"):
-        nki.register_for_xla(2)
-
-
-def test_the_profile_chooses_the_backend_and_a_graph_s_identity_names_what_compiled_it():
+def test_the_profile_chooses_the_backend_and_the_identity_of_a_graph_names_what_compiled_it():
     ours, other = resolve(TRN2, NXD), resolve("cpu")
     assert isinstance(registry.comm(ours, 4), nxd_compile.XlaComm) and isinstance(
         registry.comm(other, 4), TorchDistComm

@@ -34,22 +34,18 @@ NXD_29 = {
     "libneuronxla": "3.0.3854.0",
 }
 TORCH_NEURON = {"torch": "2.14.1", "torch-neuronx": "2.14.3.0", "neuronx-cc": "2.28.1.0"}
-NEURON = {*NXD_29, *TORCH_NEURON, "vllm-omni-neuron"}
+CLIP = "--height", 64, "--width", 64, "--num-frames", 9
 
 
 def chip(index: int = 0, holders: tuple = (), lnc: int = 2, cores: int = 4) -> dict:
     """A chip as the documentation of `neuron-ls -j` shows it."""
-    numbers = list(range(cores * index, cores * (index + 1)))
-    processes = [{"pid": pid, "command": command, "neuron_runtime_version": "2.0.0"} for pid, command in holders]
     return {
         "neuron_device": index,
-        "bdf": "cc:00.0",
-        "connected_to": None,
         "nc_count": cores,
         "logical_neuroncore_config": lnc,
         "memory_size": 96 * GIB,
-        "neuroncore_ids": numbers,
-        "neuron_processes": processes,
+        "neuroncore_ids": list(range(cores * index, cores * (index + 1))),
+        "neuron_processes": [{"pid": pid, "command": command} for pid, command in holders],
     }
 
 
@@ -81,28 +77,24 @@ class Trn2:
             "proc/meminfo": self.meminfo,
             **{f"dev/neuron{index}": "" for index in range(self.chips)},
             **{f"opt/aws/neuron/lib/{name}": "" for name in self.libraries},
+            **{f"bin/{name}": "" for name in self.programs},
+            **{f"proc/{pid}/cmdline": command.replace(" ", "\0") for pid, (command, _) in self.processes.items()},
         }
         for name, text in files.items():
             if text is not None:
                 (root / name).parent.mkdir(parents=True, exist_ok=True)
                 (root / name).write_text(text)
-        for pid, (command, opened) in self.processes.items():
-            (root / f"proc/{pid}/fd").mkdir(parents=True)
-            (root / f"proc/{pid}/cmdline").write_bytes(command.replace(" ", "\0").encode())
+                (root / name).chmod(0o755)
+        for pid, (_, opened) in self.processes.items():
+            (root / f"proc/{pid}/fd").mkdir()
             for number, target in enumerate(opened):
                 (root / f"proc/{pid}/fd/{number}").symlink_to(target)
-        (root / "bin").mkdir(parents=True, exist_ok=True)
-        for name in self.programs:
-            (root / "bin" / name).write_text("")
-            (root / "bin" / name).chmod(0o755)
-        real = metadata.version
+        real, faked = metadata.version, {*NXD_29, *TORCH_NEURON, *DECOYS, "islpy", *self.packages}
 
         def version(package: str) -> str:
-            if package in {*self.packages, *NEURON, *DECOYS, "islpy"}:
-                if package not in self.packages:
-                    raise metadata.PackageNotFoundError(package)
-                return self.packages[package]
-            return real(package)
+            if package in faked - self.packages.keys():
+                raise metadata.PackageNotFoundError(package)
+            return self.packages.get(package) or real(package)
 
         monkeypatch.setattr(metadata, "version", version)
         printed = self.listed if self.listed is None or isinstance(self.listed, str) else json.dumps(self.listed)
@@ -118,11 +110,14 @@ class Trn2:
         return system, probe(root)
 
 
+NOT_NEURON = Trn2(driver=None, chips=0, instance="", packages={"torch": "2.13.0"})
+
+
 @pytest.fixture
 def doctor(tmp_path, monkeypatch, capsys):
-    """A function (machine, *flags) -> (exit code, findings that are not "ok", all findings)."""
+    """A function (machine, *flags) -> (exit code, findings that are not "ok" by check, texts by check)."""
 
-    def run(machine: Trn2, *flags: str):
+    def run(machine: Trn2, *flags: object) -> tuple[int, dict[str, Finding], dict[str, str]]:
         system, probed = machine.build(tmp_path / "root", monkeypatch)
         code = 0
         try:
@@ -131,18 +126,22 @@ def doctor(tmp_path, monkeypatch, capsys):
             code = leaving.code
         printed = json.loads(capsys.readouterr().out)
         assert printed["can_run"] == (code == 0)
-        findings = printed["findings"]
-        return code, [f for f in findings if f["state"] != "ok"], findings
+        findings = [Finding(**finding) for finding in printed["findings"]]
+        others = {f"{finding.check}: {finding.text}": finding for finding in findings if finding.state != "ok"}
+        return code, others, {finding.check: finding.text for finding in findings}
 
     return run
 
 
+def checks_of(others: dict[str, Finding]) -> dict[str, Finding]:
+    return {finding.check: finding for finding in others.values()}
+
+
 def test_on_a_sound_trn2_nothing_blocks_and_the_end_of_nxd_is_told(doctor):
-    code, others, findings = doctor(Trn2())
-    assert code == 0 and {f["check"] for f in others} == {"nxd", "checkpoint", "gemma"}
-    texts = {f["check"]: f["text"] for f in findings}
+    code, others, texts = doctor(Trn2())
+    assert code == 0 and checks_of(others).keys() == {"nxd", "checkpoint", "gemma"}
     assert texts["machine"].startswith("trn2.3xlarge; 1 Neuron chips")
-    assert texts["profile"] == ("trn2.3xlarge: 4 ranks, backend nxd (NxD, neuronx-distributed 0.19.28492)")
+    assert texts["profile"] == "trn2.3xlarge: 4 ranks, backend nxd (NxD, neuronx-distributed 0.19.28492)"
     assert texts["python"].startswith("3.12.3 in ")
     assert texts["driver"] == "2.29.0.0 (SDK 2.31)" and "neuronx-cc 2.26.6360.0+a1" in texts["sdk"]
     assert texts["cores"] == "4 of 4 logical cores are on free chips, 4 wanted"
@@ -151,8 +150,7 @@ def test_on_a_sound_trn2_nothing_blocks_and_the_end_of_nxd_is_told(doctor):
 
 
 BUSY = [chip(holders=((113985, "python src/generate_ltx23.py"),))]
-OLD = {**NXD_29, "neuronx-cc": "2.21.18209.0"}
-ENDED = {**NXD_29, "neuronx-cc": "2.29.1.0"}
+HOLDERS = {71: ("python train.py", ("/dev/null", "/dev/neuron0")), 72: ("bash", ("/dev/null",))}
 # what is wrong -> the machine; unless said otherwise, all is well
 MACHINES = {
     "no driver, no device files": Trn2(driver=None, chips=0),
@@ -160,24 +158,18 @@ MACHINES = {
     "a driver older than the compiler": Trn2(driver="2.26.10.0"),
     "no Neuron SDK": Trn2(packages={"torch": "2.9.0"}),
     "a runtime without libraries": Trn2(libraries=("libnrt.so.1",)),
-    "an SDK of before ModelBuilder V2": Trn2(packages=OLD),
-    "an SDK after NxD": Trn2(packages=ENDED),
+    "an SDK of before ModelBuilder V2": Trn2(packages={**NXD_29, "neuronx-cc": "2.21.18209.0"}),
+    "an SDK after NxD": Trn2(packages={**NXD_29, "neuronx-cc": "2.29.1.0"}),
     "NxD with another torch": Trn2(packages={**NXD_29, "torch": "2.13.0"}),
     "a torch that nothing here takes": Trn2(packages={**NXD_29, "torch": "2.8.0"}),
     "TorchNeuron with another torch": Trn2(packages={**TORCH_NEURON, "torch": "2.13.0"}),
     "a compiler that is Neuron's by name alone": Trn2(packages={**TORCH_NEURON, "neuronx-cc": DECOYS["neuronx-cc"]}),
     "an islpy with which the compiler fails": Trn2(packages={**NXD_29, "islpy": "2026.2.1"}),
     "a compiler whose program is nowhere": Trn2(programs=(), environment={"PATH": "/nowhere"}),
-    "a plugin that is Neuron's by name alone": Trn2(packages={**NXD_29, "vllm-omni-neuron": "0.1.0"}),
-    "kernels that are Neuron's by name alone": Trn2(packages={**NXD_29, "nki": DECOYS["nki"]}),
-    "no TorchNeuron": Trn2(packages=NXD_29),
     "no kernels": Trn2(broken=("nkilib",)),
     "a Python that TorchNeuron has no wheels for": Trn2(packages=TORCH_NEURON, python="3.11.9"),
     "a busy chip": Trn2(listed=BUSY),
-    "no neuron-ls, and a process on the chip": Trn2(
-        listed=None, processes={71: ("python train.py", ("/dev/null", "/dev/neuron0")), 72: ("bash", ("/dev/null",))}
-    ),
-    "a neuron-ls that prints no JSON": Trn2(listed="failed to open device"),
+    "no neuron-ls, and a process on the chip": Trn2(listed=None, processes=HOLDERS),
     "a neuron-ls of another form": Trn2(listed=[{"device": 0}]),
     "too few visible cores": Trn2(environment={"NEURON_RT_VISIBLE_CORES": "0,2-3"}),
     "visible cores that are no list": Trn2(environment={"NEURON_RT_VISIBLE_CORES": "all"}),
@@ -191,9 +183,6 @@ MACHINES = {
     "no torch": Trn2(broken=("torch",)),
 }
 FLAGS = {
-    "no TorchNeuron": "--profile-set backend=torchdist",
-    "an unknown profile": "--profile trn9",
-    "more ranks than cores": "--tp-degree 16",
     "a checkpoint that is not there": "--checkpoint-path nowhere",
     "a Gemma folder that is none": "--gemma-root nowhere",
     "an upsampler that is not there": "--temporal-upsampler-path nowhere",
@@ -213,14 +202,10 @@ TorchNeuron with another torch | blocks: torch | torch is 2.13.0; this TorchNeur
 a compiler that is Neuron's by name alone | blocks: sdk | cc 1.0.post1 is a package | add Neuron's own pip repos
 an islpy with which the compiler fails | blocks: islpy | NCC_ISMP902 | pip install 'islpy<2026.2'
 a compiler whose program is nowhere | blocks: sdk | neither in PATH nor in this Python's folder | --force-reinstall
-a plugin that is Neuron's by name alone | blocks: sdk | vllm-omni-neuron 0.1.0 is a package | uninstall vllm-omni-neuron
-kernels that are Neuron's by name alone | blocks: sdk | nki 0.0.1 is a package | pip uninstall nki
-no TorchNeuron | blocks: runtime | 15.32035, neuronx-distributed 0.19.28492 | or type --profile-set backend=nxd
 no kernels | blocks: nki | kernels of nkilib | attention=matmul
 a Python that TorchNeuron has no wheels for | blocks: python | needs 3.12 or later | python3.12 -m venv
 a busy chip | blocks: cores | 0 of 4 logical cores are on free chips, 4 wanted; in use by 113985 (py | kill 113985
 no neuron-ls, and a process on the chip | note: cores | chips in use: neuron0: 71 (python train.py) | aws-neuronx-tools
-a neuron-ls that prints no JSON | note: cores | no process has a chip open | aws-neuronx-tools
 a neuron-ls of another form | note: cores | does not answer | aws-neuronx-tools
 too few visible cores | blocks: cores | shows 3 cores, 4 wanted | unset
 visible cores that are no list | blocks: cores | shows 0 cores | unset
@@ -228,8 +213,6 @@ LNC of the shell | blocks: lnc | 1 from NEURON_LOGICAL_NC_CONFIG; profile trn2.3
 LNC of the machine | blocks: lnc | 1 from /opt/aws/neuron/logical_nc_config | sudo tee
 LNC of the driver | blocks: lnc | 1 from neuron-ls | CONFIG=2
 an unknown instance | blocks: profile | has 1 Neuron devices but no profile | --profile
-an unknown profile | blocks: profile | unknown profile 'trn9' |
-more ranks than cores | blocks: runtime | 16 ranks need 16 logical | at most 4
 no memory facts | note: host memory | /proc/meminfo cannot be read |
 a foreign torchaudio | note: torchaudio | not load with this torch (OSError: no symbol) | pip uninstall torchaudio
 a PyAV that does not load | blocks: ffmpeg | does not load | --force-reinstall
@@ -245,187 +228,122 @@ def test_what_is_wrong_is_found_and_comes_with_what_to_type(doctor, row):
     name, state, text, fix = (word.strip() for word in f"{row} ".split(" | "))
     state, check = state.split(": ")
     code, others, _ = doctor(MACHINES.get(name, Trn2()), *FLAGS.get(name, "").split())
-    (finding,) = [f for f in others if f["check"] == check and text in f["text"]]
-    assert finding["state"] == state and fix in finding["fix"]
-    assert code == (1 if any(f["state"] == "blocks" for f in others) else 0) and (state != "blocks" or code == 1)
+    (finding,) = [f for f in others.values() if f.check == check and text in f.text]
+    assert finding.state == state and fix in finding.fix
+    assert code == any(f.state == "blocks" for f in others.values())
 
 
 def test_a_trainium3_is_known_by_its_family_and_said_to_be_not_tried(doctor):
-    packages, lacking = TORCH_NEURON, {"checkpoint", "gemma"}
-    machine = Trn2(packages=packages, driver="2.31.0.0", instance="trn3pd98.3xlarge")
-    code, others, findings = doctor(machine)
-    assert code == 0 and {f["check"] for f in others} == {*lacking, "profile"}
-    (note,) = (f["text"] for f in others if f["check"] == "profile")
-    assert note.startswith("not tried: the compiler flags")
-    can = next(f["text"] for f in findings if f["check"] == "can run here")
+    machine = Trn2(packages=TORCH_NEURON, driver="2.31.0.0", instance="trn3pd98.3xlarge")
+    code, others, texts = doctor(machine)
+    assert code == 0 and checks_of(others).keys() == {"checkpoint", "gemma", "profile"}
+    assert texts["profile"].startswith("not tried: the compiler flags")
+    can = texts["can run here"]
     assert can.startswith("cpu, trn3; not cuda") and "trn2.3xlarge (this is a trn3pd98" in can
 
 
-def test_a_machine_without_neuron_says_what_it_can_run(doctor):
-    code, others, findings = doctor(Trn2(driver=None, chips=0, instance="", packages={"torch": "2.13.0"}))
-    texts = {f["check"]: f["text"] for f in findings}
-    assert code == 0 and {f["check"] for f in others} == {"checkpoint", "gemma"} and "driver" not in texts
-    assert (
-        texts["can run here"].startswith("cpu; not cuda")
-        and "trn2.3xlarge (1 Neuron chips wanted" in texts["can run here"]
-    )
+def test_a_machine_without_neuron_says_what_it_can_run_and_plan(doctor):
+    code, others, texts = doctor(NOT_NEURON)
+    assert code == 0 and checks_of(others).keys() == {"checkpoint", "gemma"} and "driver" not in texts
+    can = texts["can run here"]
+    assert can.startswith("cpu; not cuda") and "trn2.3xlarge (1 Neuron chips wanted" in can
     assert f"trn2.48xlarge, trn3: {invocation.command('plan')} --checkpoint-path FILE" in texts["can plan here"]
-    assert doctor(Trn2(driver=None, chips=0, instance=""), "--profile", "trn2.48xlarge")[0] == 1
-
-
-# The installed stack -> its packages, and the backend that every command names
-STACKS = {
-    "none": ({"torch": "2.14.1"}, "torchdist (TorchNeuron, assumed: not installed here)"),
-    "of PyTorch 2.14": (TORCH_NEURON, "torchdist (TorchNeuron, torch-neuronx 2.14.3.0)"),
-    "of PyTorch 2.9": (NXD_29, "nxd (NxD, neuronx-distributed 0.19.28492)"),
-    "both": ({**NXD_29, **TORCH_NEURON}, "torchdist (TorchNeuron, torch-neuronx 2.14.3.0)"),
-}
-NEITHER = (
-    "profile 'trn2.3xlarge' needs TorchNeuron (torch-neuronx 2.13 or later) or NxD"
-    " (neuronx-distributed 0.16 or later), found neither"
-)
-
-
-@pytest.mark.parametrize("stack", STACKS)
-def test_doctor_plan_and_generate_name_the_backend_of_the_installed_stack(stack, doctor, tiny, tmp_path, capsys):
-    packages, backend = STACKS[stack]
-    machine = Trn2(packages=packages, driver="2.31.0.0")
-    code, _, findings = doctor(machine)
-    texts = {f["check"]: f["text"] for f in findings}
-    assert texts["profile"] == f"trn2.3xlarge: 4 ranks, backend {backend}"
-    flags = ["--profile", "trn2.3xlarge", "--height", "64", "--width", "64", "--num-frames", "9"]
-    flags += "--checkpoint-path", str(tiny.checkpoint), "--gemma-root", str(tiny.gemma_root)
-    commands.dispatch(["plan", *flags])  # needs no Neuron package
-    assert f"backend {backend}" in capsys.readouterr().out.splitlines()
-    flags += "--artifacts-dir", str(tmp_path / "made"), "--prompt", "a cat", "--output-path"
-    with pytest.raises(UserError) as refused:
-        commands.dispatch(["generate", *flags, str(tmp_path / "out.mp4")])
-    message = [line for line in capsys.readouterr().out.splitlines() if line.startswith("profile")]
-    first = str(refused.value).splitlines()[0].rstrip(".")
-    if stack == "none":
-        assert code == 1 and texts["runtime"].rstrip(".") == first == NEITHER and message == []
-        remedy = 'Install TorchNeuron: pip install "ltx-neuron[torchneuron]"; or NxD: pip install'
-        assert remedy in str(refused.value)
-    else:
-        assert code == 0 and "runtime" not in texts
-        assert message == [f"profile trn2.3xlarge: backend {backend}"]
-        assert first == f"no dit graphs in {tmp_path / 'made'}"
+    assert doctor(NOT_NEURON, "--profile", "trn2.48xlarge")[0] == 1
 
 
 @pytest.mark.parametrize(
-    ("release", "words"),
+    ("packages", "backend"),
     [
-        ((2, 27), "supported"),
-        ((2, 29), "supported"),
-        ((2, 31), "maintenance"),
-        ((2, 33), "not in the machine images"),
-        ((2, 34), "no longer"),
-        (None, "too old"),
+        (NXD_29, "nxd (NxD, neuronx-distributed 0.19.28492)"),
+        ({**NXD_29, **TORCH_NEURON}, "torchdist (TorchNeuron, torch-neuronx 2.14.3.0)"),
     ],
+    ids=["one stack", "both stacks"],
 )
-def test_nxd_lives_from_2_27_to_2_33(release, words):
-    state, usable = nxd_support(release)
-    assert words in state and usable is (words not in ("no longer", "too old"))
+def test_doctor_plan_and_generate_name_the_backend_of_the_installed_stack(
+    packages, backend, doctor, tiny, tmp_path, capsys
+):
+    assert (
+        doctor(Trn2(packages=packages, driver="2.31.0.0"))[2]["profile"] == f"trn2.3xlarge: 4 ranks, backend {backend}"
+    )
+    flags = ["--profile", "trn2.3xlarge", *map(str, CLIP), "--checkpoint-path", str(tiny.checkpoint)]
+    flags += "--gemma-root", str(tiny.gemma_root)
+    commands.dispatch(["plan", *flags])
+    assert f"backend {backend}" in capsys.readouterr().out.splitlines()
+    flags += "--artifacts-dir", str(tmp_path / "made"), "--prompt", "a cat", "--output-path"
+    with pytest.raises(UserError, match="no dit graphs"):
+        commands.dispatch(["generate", *flags, str(tmp_path / "out.mp4")])
+    assert f"profile trn2.3xlarge: backend {backend}" in capsys.readouterr().out.splitlines()
 
 
-def test_releases_are_told_by_their_packages_and_newer_ones_are_counted_on():
-    for minor in range(27, 34):
-        versions = {"compiler": f"2.{minor - 5}.123.0", "driver": f"2.{minor - 2}.123.0"}
-        assert {release_of(part, version) for part, version in versions.items()} == {(2, minor)}
+def test_releases_are_told_by_their_packages_and_nxd_lives_from_2_27_to_2_33():
     # What the documentation of SDK 2.33.0 lists: release-notes/components/index.html.
     assert LAST == (2, 33)
     assert release_of("compiler", "2.28.7631.0") == release_of("driver", "2.31.7.0") == (2, 33)
-    assert release_of("compiler", "2.29.7") == (2, 34) and release_of("driver", "2.32.0") == (2, 34)
-    for nothing in ("2.21.1", "0", "", None, "unknown"):
-        assert release_of("compiler", nothing) is None
+    assert release_of("compiler", "2.22.1") == release_of("driver", "2.25.1") == (2, 27)
+    assert release_of("compiler", "2.29.7") == release_of("driver", "2.32.0") == (2, 34)
+    assert {release_of("compiler", other) for other in ("2.21.1", "0", "", None, "unknown")} == {None}
+    alive = {(2, 27): "supported", (2, 29): "supported", (2, 31): "maintenance", (2, 33): "not in the machine images"}
+    for release, words in (alive | {(2, 34): "no longer", None: "too old"}).items():
+        state, usable = nxd_support(release)
+        assert words in state and usable is (release in alive)
 
 
-# What Neuron's own index has for an extra's SDK (n2-manifest.json for 2.31; of 2.33 the list of
-# components in the documentation).
+# What Neuron's own index has for an extra's SDK (n2-manifest.json for 2.31; of 2.33 the list of components in the
+# documentation).
 NEW = {"nki": "0.7.0", "neuronx-cc": "2.28.7631.0"}
 OF_THE_SDK = {
-    "neuron": {
-        "torch": "2.9.1",
-        "nki": "0.5.0",
-        "neuronx-cc": "2.26.6360.0",
-        "torch-neuronx": "2.9.0.2.15.32035",
-        "neuronx-distributed": "0.19.28492",
-    },
+    "neuron": {"torch": "2.9.1", "nki": "0.5.0"} | {name: NXD_29[name] for name in ("torch-neuronx", "neuronx-cc")},
     "torchneuron": {"torch": "2.13.0", "torch-neuronx": "2.13.3.0", **NEW},
     "torchneuron, of the image": {"torch": "2.14.1", "torch-neuronx": "2.14.0", **NEW},
 }
 
 
 @pytest.mark.parametrize("sdk", OF_THE_SDK)
-def test_an_extra_takes_the_sdk_s_packages_and_no_other_ones_of_their_names(sdk):
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extra, _, _ = sdk.partition(",")
-    reference = {r.name: r for r in map(Requirement, project["optional-dependencies"][extra])}
-    for name, version in OF_THE_SDK[sdk].items():
-        assert reference[name].specifier.contains(version)
-    for name in DECOYS.keys() & reference.keys():
-        assert not reference[name].specifier.contains(DECOYS[name])
+def test_an_extra_takes_the_packages_of_the_sdk_and_no_decoys_of_their_names(sdk):
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    wanted = {r.name: r.specifier for r in map(Requirement, extras[sdk.partition(",")[0]])}
+    assert all(wanted[name].contains(version) for name, version in OF_THE_SDK[sdk].items())
+    assert not any(wanted[name].contains(DECOYS[name]) for name in DECOYS.keys() & wanted.keys())
 
 
-@pytest.fixture(scope="module")
-def damaged(tiny, tmp_path_factory):
-    """A checkpoint whose last bytes are missing, as a broken download leaves it."""
-    path = tmp_path_factory.mktemp("damaged") / "ltx-2.3.safetensors"
-    path.write_bytes(tiny.checkpoint.read_bytes()[:-100])
-    return path
-
-
-def test_files_are_read_strictly_and_what_is_not_made_yet_has_its_command(doctor, tiny, damaged, tmp_path):
-    flags = "--gemma-root", tiny.gemma_root, "--spatial-upsampler-path", tiny.spatial_upsampler
-    flags += "--profile", "cpu", "--artifacts-dir", tmp_path, "--two-stage"
-    flags += "--height", 64, "--width", 64, "--num-frames", 9
-    here = Trn2(driver=None, chips=0, instance="", packages={"torch": "2.13.0"})
-    code, others, findings = doctor(here, "--checkpoint-path", tiny.checkpoint, *flags)
-    assert code == 0 and {f["state"] for f in others} == {"todo"}
-    commands = {f["check"]: f["fix"] for f in others}
-    assert "VAE weights" not in commands
-    assert (
-        invocation.command("shard transformer") in commands["DiT weights"]
-        and invocation.command("compile gemma3") in commands["Gemma graphs"]
-    )
-    assert "--height 64 --width 64 --num-frames 9" in commands["DiT graphs"]
-    assert {"checkpoint", "gemma", "spatial upsampler"} <= {
-        f["check"] for f in findings if f["text"].find("is whole") > 0
-    }
-    _, others, _ = doctor(here, "--checkpoint-path", tiny.checkpoint, *flags, "--neuron-vae")
-    commands = {f["check"]: f["fix"] for f in others}
-    assert invocation.command("shard vae") in commands["VAE weights"]
-    assert invocation.command("compile vae") in commands["video decoder graphs"]
-    assert "--height 64 --width 64 --num-frames 9" in commands["video decoder graphs"]
-    assert "sound decoder graphs" not in commands  # unless the ranks decode it
-    flags += "--neuron-vae", "--profile-set", "sound_on_ranks=true"
-    _, others, _ = doctor(here, "--checkpoint-path", tiny.checkpoint, *flags)
-    commands = {f["check"]: f["fix"] for f in others}
-    assert "--profile-set sound_on_ranks=true" in commands["sound decoder graphs"]
-    assert "--profile-set sound_on_ranks=true" in commands["VAE weights"]
-    flags = flags[:-3]
-    code, others, _ = doctor(here, "--checkpoint-path", damaged, *flags)
-    (broken,) = [f for f in others if f["check"] == "checkpoint"]
-    assert code == 1 and "truncated?" in broken["text"] and "Download it again" in broken["fix"]
+def test_published_files_are_read_strictly_and_missing_artifacts_come_with_their_command(doctor, tiny, tmp_path):
+    flags = ["--gemma-root", tiny.gemma_root, "--spatial-upsampler-path", tiny.spatial_upsampler, "--two-stage", *CLIP]
+    flags += ["--profile", "cpu", "--artifacts-dir", tmp_path]
+    whole = [*flags, "--checkpoint-path", tiny.checkpoint]
+    code, others, texts = doctor(NOT_NEURON, *whole)
+    assert code == 0 and {finding.state for finding in others.values()} == {"todo"}
+    fixes = {check: finding.fix for check, finding in checks_of(others).items()}
+    assert "VAE weights" not in fixes
+    assert invocation.command("shard transformer") in fixes["DiT weights"]
+    assert invocation.command("compile gemma3") in fixes["Gemma graphs"]
+    assert "--height 64 --width 64 --num-frames 9" in fixes["DiT graphs"]
+    assert all("is whole" in texts[check] for check in ("checkpoint", "gemma", "spatial upsampler"))
+    for more in ((), ("--profile-set", "sound_on_ranks=true")):
+        fixes = {f.check: f.fix for f in doctor(NOT_NEURON, *whole, "--neuron-vae", *more)[1].values()}
+        assert invocation.command("shard vae") in fixes["VAE weights"] and " ".join(more) in fixes["VAE weights"]
+        assert invocation.command("compile vae") in fixes["video decoder graphs"]
+        assert "--height 64 --width 64 --num-frames 9" in fixes["video decoder graphs"]
+        assert ("sound decoder graphs" in fixes) == bool(more)
+    damaged = tmp_path / "damaged.safetensors"  # as a broken download leaves it
+    damaged.write_bytes(tiny.checkpoint.read_bytes()[:-100])
+    code, others, _ = doctor(NOT_NEURON, *flags, "--checkpoint-path", damaged)
+    broken = checks_of(others)["checkpoint"]
+    assert code == 1 and "truncated?" in broken.text and "Download it again" in broken.fix
 
 
 def test_the_files_of_a_download_of_ltx_2_5_are_found_and_a_mixture_blocks(doctor, split, tiny, tmp_path):
-    here = Trn2(driver=None, chips=0, instance="", packages={"torch": "2.13.0"})
     flags = "--checkpoint-path", split.folder, "--profile", "cpu", "--artifacts-dir", tmp_path
-    flags += "--height", 64, "--width", 64, "--num-frames", 9, "--recipe", "distilled"
-    code, others, findings = doctor(here, *flags)
-    assert code == 0 and {f["state"] for f in others} == {"todo"}
-    whole = {f["check"]: f["text"] for f in findings if f["text"].find("is whole") > 0}
-    assert "LTX 2.5.0" in whole["checkpoint"] and str(split.text_encoder) in whole["gemma"]
-    assert str(split.spatial_upsampler) in whole["spatial upsampler"]
-    for flag, path, check in (
-        ("--gemma-root", tiny.gemma_root, "gemma"),
-        ("--video-vae-path", split.audio_vae, "checkpoint"),
-    ):
-        code, others, _ = doctor(here, *flags, flag, path)
-        (blocks,) = [f for f in others if f["state"] == "blocks"]
-        assert code == 1 and blocks["check"] == check and f"{flag} {path}" in blocks["text"]
-        assert "Lightricks/LTX-2.5" in blocks["fix"]
+    flags += *CLIP, "--recipe", "distilled"
+    code, others, texts = doctor(NOT_NEURON, *flags)
+    assert code == 0 and {finding.state for finding in others.values()} == {"todo"}
+    assert "LTX 2.5.0" in texts["checkpoint"] and str(split.text_encoder) in texts["gemma"]
+    assert f"{split.spatial_upsampler} is whole" in texts["spatial upsampler"]
+    mixtures = ("--gemma-root", tiny.gemma_root, "gemma"), ("--video-vae-path", split.audio_vae, "checkpoint")
+    for flag, path, check in mixtures:
+        code, others, _ = doctor(NOT_NEURON, *flags, flag, path)
+        (blocks,) = [finding for finding in others.values() if finding.state == "blocks"]
+        assert code == 1 and blocks.check == check and f"{flag} {path}" in blocks.text
+        assert "Lightricks/LTX-2.5" in blocks.fix
 
 
 def test_artifacts_that_are_damaged_block_and_those_that_are_missing_do_not(tmp_path):
@@ -440,52 +358,47 @@ def test_artifacts_that_are_damaged_block_and_those_that_are_missing_do_not(tmp_
     assert actual().state == "blocks" and actual().fix.endswith("&& make")
 
 
-def test_a_model_that_is_mapped_and_larger_than_memory_is_a_note(doctor, tiny):
-    flags = ("--checkpoint-path", tiny.checkpoint, "--profile", "cpu")
-    _, others, _ = doctor(Trn2(meminfo="MemAvailable: 100 kB\n"), *flags)
-    (memory,) = [f for f in others if f["check"] == "host memory"]
-    assert memory["state"] == "note", memory
-    assert "are mapped; parts without room are read from the disk again" in memory["text"]
-
-
-def test_a_model_larger_than_the_machine_or_its_disk_blocks(doctor, tiny, monkeypatch):
+def test_a_model_larger_than_memory_is_a_note_where_it_is_mapped_and_blocks_where_it_is_loaded(
+    doctor, tiny, monkeypatch
+):
     monkeypatch.setattr(TensorFile, "fingerprint", "0")
-    flags = ("--checkpoint-path", tiny.checkpoint, "--profile", "trn2.3xlarge")
-    _, others, _ = doctor(Trn2(meminfo="MemAvailable: 100 kB\n", disk=1000), *flags)
-    blocks = {f["check"]: f for f in others if f["state"] == "blocks"}
-    assert (
-        "of one model's weights are loaded at once" in blocks["host memory"]["text"]
-        and "memory" in blocks["host memory"]["fix"]
-    )
-    assert "wanted for rank files" in blocks["disk"]["text"] and "--artifacts-dir" in blocks["disk"]["fix"]
+    flags, small = ("--checkpoint-path", tiny.checkpoint), Trn2(meminfo="MemAvailable: 100 kB\n", disk=1000)
+    mapped = checks_of(doctor(small, *flags, "--profile", "cpu")[1])["host memory"]
+    assert mapped.state == "note" and "are mapped; parts without room are read from the disk again" in mapped.text
+    others = checks_of(doctor(small, *flags, "--profile", "trn2.3xlarge")[1])
+    memory, disk = others["host memory"], others["disk"]
+    assert memory.state == disk.state == "blocks"
+    assert "of one model's weights are loaded at once" in memory.text and "more memory" in memory.fix
+    assert "wanted for rank files" in disk.text and "--artifacts-dir" in disk.fix
 
 
 def test_what_does_not_fit_the_chip_blocks_with_what_does(doctor, tiny, monkeypatch):
-    flags = ("--checkpoint-path", tiny.checkpoint, "--height", 64, "--width", 64, "--num-frames", 9)
-    _, _, findings = doctor(Trn2(), *flags)
-    assert [f["state"] for f in findings if f["check"] == "device memory"] == ["ok"]
+    flags = "--checkpoint-path", tiny.checkpoint, *CLIP
+    _, others, texts = doctor(Trn2(), *flags)
+    assert "fits the 25.77 GB of a core" in texts["device memory"] and "device memory" not in checks_of(others)
     monkeypatch.setitem(plan.ASSUMED, "runtime_bytes_per_core", 30 * GIB)
     code, others, _ = doctor(Trn2(), *flags)
-    (finding,) = [f for f in others if f["check"] == "device memory"]
-    assert code == 1 and "GB a core, trn2.3xlarge has 25.77 GB" in finding["text"] and "--tp-degree" in finding["fix"]
+    finding = checks_of(others)["device memory"]
+    assert code == 1 and "GB a core, trn2.3xlarge has 25.77 GB" in finding.text and "--tp-degree" in finding.fix
 
 
-def test_a_check_that_falls_over_is_a_finding(doctor, monkeypatch):
+def test_a_check_that_raises_is_a_finding(doctor, monkeypatch):
     monkeypatch.setattr(System, "memory", lambda self: 1 / 0)
     code, others, _ = doctor(Trn2())
-    assert code == 0 and any("this check failed: ZeroDivisionError" in f["text"] for f in others)
+    assert code == 0 and any("this check failed: ZeroDivisionError" in text for text in others)
 
 
 def test_the_table_ends_with_a_verdict(tmp_path, monkeypatch, capsys):
-    system, probed = Trn2(listed=BUSY).build(tmp_path, monkeypatch)
+    main([], *Trn2().build(tmp_path / "sound", monkeypatch))
+    assert capsys.readouterr().out.splitlines()[-1] == "nothing blocks this run"
     with pytest.raises(SystemExit):
-        main([], system, probed)
+        main([], *Trn2(listed=BUSY).build(tmp_path / "busy", monkeypatch))
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "this run is blocked by: cores"
     assert any(line.strip().startswith("> end them: kill 113985") for line in lines)
 
 
-def test_a_command_that_is_absent_fails_or_hangs_says_nothing(monkeypatch, tmp_path):
+def test_a_command_that_is_absent_fails_or_hangs_has_no_output(monkeypatch):
     monkeypatch.setattr("ltx_neuron.doctor.system.COMMAND_SECONDS", 0.2)
     assert output_of("no-such-command-at-all") is None
     assert output_of("false") is None and output_of("sleep", "5") is None and output_of("echo", "yes") == "yes\n"
@@ -510,46 +423,31 @@ class Stand(SimpleNamespace):
         return numbers[:, None].expand(-1, groups.WIDTH)
 
 
-def probed(partition) -> Finding:
-    """The finding of PAIRS on ranks whose groups are others."""
-    graph = {"outputs": ["gathered", "summed"]}
-    programs = {"cp": SimpleNamespace(graphs={"collectives": graph})}
-    return groups._probed(Stand(partition=partition, programs=programs), "cp", PAIRS)
-
-
 @pytest.mark.parametrize(
-    ("partition", "state", "text"),
+    ("partition", "text"),
     [
-        (PAIRS, "ok", "2 groups of 2 ranks: gathered, summed in 0.25 ms"),
-        (
-            [[2, 0], [1, 3]],
-            "blocks",
-            "2 groups of 2 ranks: rank 0 gathers from ranks [2, 0], wanted [0, 2]: tokens would be mixed",
-        ),
-        (
-            [[0, 2], [3, 1]],
-            "blocks",
-            "2 groups of 2 ranks: rank 1 gathers from ranks [3, 1], wanted [1, 3]: tokens would be mixed",
-        ),
-        ([[0, 1], [2, 3]], "blocks", "2 groups of 2 ranks: gathered on rank 0 is wrong"),
+        (PAIRS, "gathered, summed in 0.25 ms"),
+        ([[2, 0], [1, 3]], "rank 0 gathers from ranks [2, 0], wanted [0, 2]: tokens would be mixed"),
+        ([[0, 2], [3, 1]], "rank 1 gathers from ranks [3, 1], wanted [1, 3]: tokens would be mixed"),
+        ([[0, 1], [2, 3]], "gathered on rank 0 is wrong"),
     ],
 )
-def test_the_probe_of_groups_finds_ranks_that_are_others_or_in_another_order(partition, state, text):
-    finding = probed(partition)
-    assert (finding.check, finding.state, finding.text) == ("group cp", state, text)
-    assert bool(finding.fix) == (state == "blocks")
+def test_the_probe_of_groups_finds_ranks_that_are_others_or_in_another_order(partition, text):
+    graph = {"outputs": ["gathered", "summed"]}
+    programs = {"cp": SimpleNamespace(graphs={"collectives": graph})}
+    finding = groups._probed(Stand(partition=partition, programs=programs), "cp", PAIRS)
+    assert (finding.check, finding.text) == ("group cp", f"2 groups of 2 ranks: {text}")
+    assert finding.state == ("ok" if partition == PAIRS else "blocks") and bool(finding.fix) == (partition != PAIRS)
 
 
 def test_groups_are_not_probed_where_something_blocks_or_a_run_has_one_group(doctor, monkeypatch):
-    taken = []
+    taken, flags = [], ("--profile", "trn2.48xlarge")
+    context = *flags, "--profile-set", "context_parallel=4"
     monkeypatch.setattr(checks, "probe", lambda profile, tp: taken.append(tp) or ())
     machine = Trn2(instance="trn2.48xlarge", chips=2, listed=[chip(0), chip(1)])
-    doctor(machine, "--profile", "trn2.48xlarge")
-    code, _, findings = doctor(machine, "--profile", "trn2.48xlarge", "--profile-set", "context_parallel=4")
-    texts = {f["check"]: f["text"] for f in findings}
+    doctor(machine, *flags)
+    code, _, texts = doctor(machine, *context)
     assert code == 1 and "8 of 8 logical cores are on free chips, 16 wanted" in texts["cores"]
-    assert texts["profile"].startswith("trn2.48xlarge: 16 ranks, backend nxd (")
-    assert taken == []
-    whole = replace(machine, chips=16, listed=[chip(index) for index in range(16)])
-    doctor(whole, "--profile", "trn2.48xlarge", "--profile-set", "context_parallel=4")
+    assert texts["profile"].startswith("trn2.48xlarge: 16 ranks, backend nxd (") and taken == []
+    doctor(replace(machine, chips=16, listed=[chip(index) for index in range(16)]), *context)
     assert taken == [4]
