@@ -1,8 +1,10 @@
-"""Stand-ins for the closed Neuron packages, so that NxD's real source runs on a CPU: a test fixture, never the product.
+"""Stand-ins for the closed Neuron packages, so that NxD's real source runs on a CPU: a test
+fixture, never the product.
 
-What is real: NxD (its ModelBuilder, NxDModel, parallel state, routing), torch_xla's tracing to HLO, XLA's CPU compiler
-and its collectives. What is stood in for: torch_neuronx's wrapper around the tracing, neuronx-cc (the "NEFF" is the HLO
-itself) and the runtime (the HLO runs on as many XLA:CPU devices as there are ranks, each with its own arguments).
+What is real: NxD (its ModelBuilder, NxDModel, parallel state, routing), torch_xla's tracing to HLO,
+XLA's CPU compiler and its collectives. What is stood in for: torch_neuronx's wrapper around the
+tracing, neuronx-cc (the "NEFF" is the HLO itself) and the runtime (the HLO runs on as many XLA:CPU
+devices as there are ranks, each with its own arguments).
 """
 
 import importlib.abc
@@ -64,9 +66,11 @@ def run_script(path: str, *arguments: str) -> None:
 
 
 def install(source: Path, folder: Path) -> torch.library.Library:
-    """Make `import neuronx_distributed` work in this process. torch_xla comes first: it looks for libneuronxla.
+    """Make `import neuronx_distributed` work in this process. torch_xla comes first: it looks for
+    libneuronxla.
 
-    `folder` takes the metadata by which the packages count as installed. Keep the library: operators go with it.
+    `folder` takes the metadata by which the packages count as installed. Keep the library:
+    operators go with it.
     """
     os.environ["PJRT_DEVICE"] = "CPU"
     import torch_xla  # noqa: F401
@@ -128,7 +132,8 @@ class NkiKernel:
 
 
 class _Anything(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Serves every module of the closed packages; whatever is asked of one is a class that takes anything."""
+    """Serves every module of the closed packages; whatever is asked of one is a class that takes
+    anything."""
 
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in _CLOSED:
@@ -221,7 +226,8 @@ def hlo_messages() -> dict:
 
 
 class MetaTensor:
-    """One input or output of a graph. `parameter` is its number in the HLO; a constant carries its value."""
+    """One input or output of a graph. `parameter` is its number in the HLO; a constant carries its
+    value."""
 
     Type = SimpleNamespace(USER_INPUT=1, INPUT_WEIGHT=2, INPUT_STATE=3, CONSTANT=4)
 
@@ -232,7 +238,8 @@ class MetaTensor:
 
 
 class MetaNeff:
-    """Inputs in the order user inputs, weights, constants: NxD counts on user inputs being first."""
+    """Inputs in the order user inputs, weights, constants: NxD counts on user inputs being
+    first."""
 
     def __init__(self, inputs=(), outputs=(), graph=b""):
         self.input_tensors, self.output_tensors, self.output_aliases_to = [*inputs], [*outputs], {}
@@ -311,11 +318,12 @@ def generate_hlo(module, example_inputs, **options) -> SimpleNamespace:
 
 
 class Cores:
-    """A compiled graph on its cores, with the interface of the runtime's SPMDModel. TorchScript, as NxD saves it so.
+    """A compiled graph on its cores, with the interface of the runtime's SPMDModel. TorchScript, as
+    NxD saves it so.
 
     As strict as the runtime is: outputs are buffers of this object, which its next run overwrites
-    (ltx_neuron/backends/nxd/buffers.py has the source), and from the beginning of a run they hold nothing of use, since
-    a compiler may assume that inputs and outputs do not overlap.
+    (ltx_neuron/backends/nxd/buffers.py has the source), and from the beginning of a run they hold
+    nothing of use, since a compiler may assume that inputs and outputs do not overlap.
     """
 
     def __init__(self, hlo: torch.Tensor, inputs: str, weight_names: list[str], ranks: int):
@@ -384,7 +392,8 @@ def _of_rank(tensors: list[torch.Tensor], ranks: int, rank: int) -> list[torch.T
 
 
 def _arguments(described: list[dict], given, weights) -> list[torch.Tensor]:
-    """A rank's tensors by their number in the HLO. Like the runtime it takes no other shape or dtype."""
+    """A rank's tensors by their number in the HLO. Like the runtime it takes no other shape or
+    dtype."""
     arguments = {}
     for tensor in described:
         if tensor["type"] == MetaTensor.Type.CONSTANT:
@@ -417,7 +426,8 @@ class Replicated:
         return [[_to_torch(output[rank]) for output in outputs] for rank in range(len(self.devices))]
 
     def _spread(self, parts: tuple[torch.Tensor, ...]):
-        """One array whose parts lie on the devices. "Replicated" says only that the parts have the whole's shape."""
+        """One array whose parts lie on the devices. "Replicated" says only that the parts have the
+        whole's shape."""
         from jaxlib import _hlo
         from jaxlib import _jax as xla
 

@@ -1,5 +1,6 @@
 """Every kind of graph on NxD's ranks gives the results of one rank of the other backend, or of the host, in fp32."""
 
+import math
 import subprocess
 import sys
 from functools import partial
@@ -9,21 +10,29 @@ from types import SimpleNamespace
 import nxd_fixtures as nxd
 import pytest
 import torch
-from helpers import made_film, randn, rel, tone, write_sound
+from helpers import made_film, randn, rel, run_program, save_weights, tone, write_sound
 from jobs import make_job, read_voice, replace
 from nxd_fixtures import CUT, FP32, LATENTS, LAYOUTS, PER_BLOCK, PROMPT, SIZE, TP, WHOLE, assert_close, open_workspace
 from safetensors.torch import load_file
+from tiny import TinySizes
+from tiny.config import merge, tiny_config
 
 from ltx_neuron.artifacts import build
 from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.backends import tiles
+from ltx_neuron.backends.manifest import Manifest
+from ltx_neuron.backends.nxd import compile as nxd_compile
+from ltx_neuron.backends.nxd import runtime
+from ltx_neuron.backends.ranks import NotFiniteError
 from ltx_neuron.config.profiles import resolve
+from ltx_neuron.config.video import video_decoder_config
 from ltx_neuron.engine.run import Engine
 from ltx_neuron.host import encoding
 from ltx_neuron.host import tiles as host_tiles
 from ltx_neuron.host.diffusion import DiffusionDecoder
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Size
+from ltx_neuron.models.programs import tile_program
 from ltx_neuron.models.vocoder import resampling_filters
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.conditions import AttentionMask, ImageCondition, ReferenceVideo, Retake
@@ -94,8 +103,17 @@ def test_the_five_scripts_on_the_profile_of_the_device(assets, generated, tmp_pa
 
 GUIDANCE = StreamGuidance(cfg_scale=2.5, stg_scale=0.8, stg_blocks=(0,), modality_scale=2.2, rescale_scale=0.6)
 GUIDED = dict(recipe="dev", num_inference_steps=2, guidance=Guidance(GUIDANCE, GUIDANCE))
-JOBS = ("two stages, stage 1", "guided", "retake", "guided retake", "negative prompt", "sound alone", "voice")
-JOBS += ("masked reference",)
+# Job -> the properties of its bucket: audio timesteps, attention bias, NAG, audio alone, identity
+KINDS = {
+    "two stages, stage 1": (),
+    "guided": (),
+    "retake": ("timesteps",),
+    "guided retake": ("timesteps",),
+    "negative prompt": ("nag",),
+    "sound alone": ("audio",),
+    "voice": ("timesteps", "identity"),
+    "masked reference": ("biased",),
+}
 
 
 @pytest.fixture(scope="module")
@@ -136,8 +154,16 @@ def on_one_rank(assets, jobs, tmp_path_factory):
     return of
 
 
+def test_the_jobs_have_every_kind_of_bucket(jobs):
+    for name, job in jobs.items():
+        bucket = job.buckets[0]
+        properties = {"timesteps": bucket.audio_timesteps > 1, "biased": bucket.biased, "nag": bucket.nag}
+        properties |= {"audio": bucket.streams == ("audio",), "identity": bucket.identity}
+        assert {key for key, value in properties.items() if value} == {*KINDS[name]}, name
+
+
 @pytest.mark.parametrize("settings", [(CUT,), (WHOLE, SEQUENCE_PARALLEL)], ids=str)
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", KINDS)
 def test_a_stage_on_four_ranks(assets, workspace, jobs, on_one_rank, name, settings):
     four_ranks = open_workspace(assets, workspace.artifacts, *settings)
     assert_close(nxd.latents_of(jobs[name], four_ranks), on_one_rank(name))
@@ -149,6 +175,51 @@ def test_a_stage_on_eight_ranks_in_groups(assets, workspace, jobs, on_one_rank, 
     tp, settings = LAYOUTS[layout]
     groups = open_workspace(assets, workspace.artifacts, *settings, tp=tp)
     assert_close(nxd.latents_of(jobs[name], groups), on_one_rank(name), bound=1e-5)
+
+
+# How often a guided step's graphs are loaded: outputs of a pass must outlive the other passes.
+COPIES = {"head": 1, "blocks": 2, "tail": 4, "guide": 2}
+
+
+@pytest.mark.parametrize(("cut", "copies", "launches"), [(CUT, COPIES, 17), (WHOLE, {"step": 4, "guide": 2}, 5)])
+def test_a_guided_step_has_all_copies_of_its_graphs_before_the_first(assets, workspace, jobs, cut, copies, launches):
+    """Four passes: one graph each, or head, blocks, blocks and tail; then the guide."""
+    guided, job, counted = open_workspace(assets, workspace.artifacts, cut), jobs["guided"], []
+    build.make(guided, guided.dit_graphs(job.buckets))
+    run = runtime.NxdRanks.run
+
+    def copies_of(ranks) -> dict[str, int]:
+        (weight_set,) = ranks._sets
+        return {graph: len(models) for (_, graph), models in weight_set.models.items()}
+
+    def counting(ranks, *arguments, **numbers):
+        before = copies_of(ranks)
+        milliseconds = run(ranks, *arguments, **numbers)
+        counted.append((before, copies_of(ranks)))
+        return milliseconds
+
+    with Engine(guided, Recorder()) as engine, pytest.MonkeyPatch.context() as patch:
+        nxd.set_contexts(engine, job)
+        patch.setattr(runtime.NxdRanks, "run", counting)
+        list(engine.run([job], decode=False))
+        assert counted == [(copies, copies)] * job.num_inference_steps
+        measured = engine.recorder.counters.launches_per_step
+        assert measured["count"] == launches and 0 < measured["host_ms"] < engine.recorder.last_step("stage_1")
+
+
+def test_ranks_that_share_the_videos_tokens_count_their_collectives(assets, workspace):
+    """Stage 2, whose 8 tokens divide. Per block five gathers, four scattered sums, and four groups with sound's sums
+    and three of statistics; the tail gathers the velocity."""
+    divided = open_workspace(assets, workspace.artifacts, CUT, SEQUENCE_PARALLEL)
+    job = make_job(PROMPT, Size(64, 64, 9), 3)
+    build.make(divided, divided.dit_graphs(job.buckets))
+    with Engine(divided, Recorder()) as engine:
+        nxd.set_contexts(engine, job)
+        list(engine.run([job], keep=True, decode=False))
+        parts = engine.residency.ranks._buffers.tensors["video_hidden"]
+        assert {part.shape[1] for part in parts} == {8 // TP}
+        per_step = engine.recorder.counters.collectives_per_step["count"]
+        assert per_step == (5 + 4 + 7) * divided.transformer.num_layers + 1
 
 
 def test_ranks_of_two_groups_have_equal_latents_and_one_copy_of_the_weights(assets, workspace, eight_ranks):
@@ -305,3 +376,31 @@ def test_sound(assets, workspace):
             latent = randn(1, 8, latents, 16, seed=latents)
             # Random layers answer a rounding with ten of it.
             assert rel(host.decode_audio(latent, on_ranks), host.decode_audio(latent)) < 2e-5
+
+
+def test_a_vae_stages_blocks_are_one_graph_that_takes_the_weights_of_each(workspace, tmp_path):
+    """Two blocks of a stage, and four ranks with a tile each, one of which has NaN."""
+    blocks = [["res_x", 2], *(["compress_all", {"multiplier": 2}] for _ in range(3))]
+    content = merge(tiny_config(TinySizes()), {"vae": {"decoder_blocks": blocks, "decoder_base_channels": 2}})
+    program = tile_program(video_decoder_config(content), (1, 2, 2), torch.float32)
+    shapes = sorted(program.weights().items())
+    weights = {n: randn(*s, seed=i) / math.sqrt(math.prod(s[1:])) for i, (n, s) in enumerate(shapes)}
+    latents = randn(TP, 128, 1, 2, 2, seed=len(shapes))
+    expected = [run_program(program, weights, {"tile_latent": tile[None]})["tile_pixels"] for tile in latents]
+    identity = {"model": "vae", "bucket": "1x2x2", "backend": "nxd"}
+    nxd_compile.compile_program(lambda: program, tmp_path / "graphs", identity, torch.float32, workspace.profile, TP)
+    manifest = Manifest(tmp_path / "graphs")
+    (stage,) = (name for name in manifest.graphs if name.startswith("residual"))
+    assert sum(name == stage for name, _ in manifest.runs["main"]) == 2
+    folder = save_weights(tmp_path / "weights", *[weights] * TP)
+    with runtime.NxdRanks(workspace.profile, TP) as ranks:
+        ranks.load(folder, {"vae": manifest}, torch.float32)
+        ranks.put("vae", tile_latent=latents)
+        ranks.run("vae")
+        pixels = ranks.get("vae", "tile_pixels")
+        assert all(rel(pixels[rank : rank + 1], expected[rank]) < FP32 for rank in range(TP))
+        latents[2, 0, 0, 0, 0] = float("nan")
+        ranks.put("vae", tile_latent=latents)
+        with pytest.raises(NotFiniteError, match="tile_pixels"):
+            ranks.run("vae")
+        assert torch.equal(ranks.get("vae", "tile_pixels")[[0, 1, 3]], pixels[[0, 1, 3]])
