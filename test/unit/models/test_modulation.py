@@ -15,6 +15,7 @@ from ltx_neuron.models.modulation import (
     MODULATION_ROWS,
     PROMPT,
     SELF_ATTENTION,
+    host_weights,
     modulation_table,
     sinusoid,
 )
@@ -139,9 +140,12 @@ def test_the_weights_are_read_for_the_first_table_of_a_schedule_alone():
     tables = ModulationTables(weights, config)
     first = tables("video", SIGMAS, MASKS, False, SIGMAS)
     assert weights.names and not any(name.startswith("audio_") for name in weights.names)
+    first_read = {*weights.names}
     weights.names.clear()
     assert tables("video", SIGMAS.clone(), MASKS.clone(), False, SIGMAS.clone()) is first
     assert not weights.names
+    tables("audio", SIGMAS, MASKS, False, SIGMAS)
+    assert {name: weights.get(name).shape for name in first_read.union(weights.names)} == host_weights(config)
     for number in range(1, 3 * _REMEMBERED_TABLES):  # no more are kept than fit in memory
         tables("video", SIGMAS / number, MASKS, False, SIGMAS)
         assert len(tables._tables) <= _REMEMBERED_TABLES

@@ -5,14 +5,14 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import FP32_ROUNDING, furthest, randn
+from helpers import FP32_ROUNDING, furthest, made_config, randn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import TinySizes
 from tiny.gemma import gemma_config as tiny_gemma_config
 
 from ltx_neuron.config.gemma import gemma_config
-from ltx_neuron.models.rope import half_rope, rotate, split_rope
+from ltx_neuron.models.rope import Rope, half_rope, rope_tables, rotate, split_rope
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.latent_state import video_state
 from ltx_neuron.sampling.latents import audio_positions, video_positions
@@ -74,15 +74,18 @@ def test_video_tables_have_the_bits_of_ltx_core_with_every_count_of_padding_entr
     assert (first[padding] != 1).any()
 
 
-BOUNDS = {"video": (video_positions(LATENT, FPS), video_bounds()), "audio": (audio_positions(51), audio_bounds(51))}
-
-
-@pytest.mark.parametrize("stream", BOUNDS)
-@pytest.mark.parametrize("sizes", [(48, 8), (2048, 32)])
-def test_tables_of_audio_and_of_the_time_axis_alone_have_the_bits_of_ltx_core(stream, sizes):
-    positions, bounds = BOUNDS[stream]
-    ours = split_rope(positions[:, :1], AUDIO_MAX, *sizes, THETA)
-    assert same_bits(ours, ltx_tables(bounds[:, :1], AUDIO_MAX, *sizes))
+def test_the_tables_of_a_step_have_the_bits_of_ltx_core_and_audio_video_attention_those_of_time_alone():
+    _, config = made_config()
+    tables = rope_tables(config, video_positions(LATENT, FPS), audio_positions(51))
+    video, audio, widths = video_bounds(), audio_bounds(51), (config.video.inner, config.audio.inner)
+    assert widths == (32, 16)
+    for name, bounds, max_pos, width in (
+        ("video", video, VIDEO_MAX, 32),
+        ("audio", audio, AUDIO_MAX, 16),
+        ("video_cross", video[:, :1], AUDIO_MAX, 16),
+        ("audio_cross", audio, AUDIO_MAX, 16),
+    ):
+        assert same_bits(Rope.of(tables, name), ltx_tables(bounds, max_pos, width, 4)), name
 
 
 def test_connector_tables_take_whole_positions_with_the_bits_of_ltx_core():
