@@ -133,6 +133,8 @@ def test_gemma_tables_are_those_of_transformers_for_either_kind_of_layer(layer_t
     cos, sin = rotary(torch.zeros(1), positions[None])
     assert torch.equal(ours.cos[0], cos[..., : head_dim // 2])
     assert torch.equal(ours.sin[0], sin[..., : head_dim // 2])
+    half, turning = half_rope(positions, head_dim, *base[layer_type], turning=0.5), head_dim // 4
+    assert torch.equal(half.cos[..., :turning], ours.cos[..., :turning]) and (half.sin[..., turning:] == 0).all()
 
 
 def test_positions_stay_fp32_where_ltx_core_1_0_0_rounds_them_to_bf16():
