@@ -79,7 +79,8 @@ def first_step(s: Setting, number: int = 0):
 
 
 def program_of(s: Setting, values, blocks_per_graph=0, kernel="sdpa"):
-    kinds = {"audio_timesteps": 1 + ("audio_denoise_mask" in values), "biased": "video_bias" in values}
+    kinds = {"audio_timesteps": 1 + ("audio_denoise_mask" in values)}
+    kinds |= {"biased": "video_bias" in values, "ancestral": "ancestral" in values}
     bucket = Bucket(
         s.positions.shape[2], AUDIO_TOKENS, values["timestep_mask"].shape[1], len(values["sigmas"]), **kinds
     )
@@ -351,6 +352,23 @@ def test_a_step_of_no_length_leaves_the_latents_and_half_a_step_to_zero_is_half_
     for name in ("video_latent", "audio_latent"):
         assert rel(still[name], values[name]) < EQUAL
         assert rel(half[name], (values[name] + ended[name]) / 2) < EQUAL
+
+
+def test_an_ancestral_step_without_noise_is_eulers_and_noise_is_added_to_what_is_not_held():
+    s = setting(job="image held")
+    values, ratio = first_step(s), STAGE_2_SIGMAS[1] / STAGE_2_SIGMAS[0]
+    values["video_latent"][:, :PER_FRAME] = s.held.clean_latent[:, :PER_FRAME]
+    euler = after_step(s, values)
+    values |= {f"{stream}_noise": randn(*values[f"{stream}_latent"].shape, seed=6) for stream in STREAMS}
+    values["ancestral"] = torch.tensor([[ratio, 1 - ratio, 1.0, 0.0, 1.0]] * 2)  # see signatures.ANCESTRAL
+    without = after_step(s, values)
+    values["ancestral"][:, 3] = 1
+    noisy = after_step(s, values)
+    for stream, held in (("video", PER_FRAME), ("audio", 0)):
+        name, noise = f"{stream}_latent", values[f"{stream}_noise"]
+        assert rel(without[name], euler[name]) < EQUAL
+        assert torch.equal(noisy[name][:, :held], values[name][:, :held])
+        assert rel((noisy[name] - without[name])[:, held:], noise[:, held:]) < EQUAL
 
 
 @pytest.mark.parametrize("stream", STREAMS)
