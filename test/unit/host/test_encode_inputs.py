@@ -1,5 +1,4 @@
-"""A job's sounds, videos, references and masks as tensors, against ltx-core's encoders on what ltx-pipelines reads
-of the same files; sound and frames that a tail leaves out, and the bed under a sound."""
+"""A job's sounds, videos, references and masks as tensors are ltx-core's of what ltx-pipelines reads of the files."""
 
 import json
 from types import SimpleNamespace

@@ -1,5 +1,4 @@
-"""Users' films and sounds: read as ltx-pipelines reads them, with one clock for picture and sound in every
-container, or refused with an ffmpeg command whose result is taken."""
+"""Films and sounds are read on one clock, as ltx-pipelines reads them, or refused with a command that mends them."""
 
 import re
 import shlex

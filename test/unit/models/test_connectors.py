@@ -1,5 +1,4 @@
-"""Connectors turns features into ltx-core's contexts, with the registers where ltx-core puts
-them."""
+"""Connectors turns features into ltx-core's contexts."""
 
 from functools import cache
 

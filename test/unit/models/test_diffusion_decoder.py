@@ -1,5 +1,4 @@
-"""The diffusion decoder of the video VAE: its attention equals the definition, and its frames those
-of ltx-core 1.2.0, however spans and tiles divide the clip."""
+"""The diffusion decoder: attention by its definition, and ltx-core 1.2.0's frames however spans divide the clip."""
 
 import itertools
 from types import SimpleNamespace

@@ -1,5 +1,4 @@
-"""A DiT step on one rank is ltx-core's LTXModel, X0Model and Euler loop on the same random fp32 weights, also with
-tokens that are held, a stream that is frozen and a bias; and what holds for its every input."""
+"""A DiT step on one rank is ltx-core's model and Euler loop, also where tokens are held, frozen or biased."""
 
 import dataclasses
 import math

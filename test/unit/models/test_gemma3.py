@@ -1,5 +1,4 @@
-"""Gemma3Encoder gives transformers' hidden states of Gemma 3 and Gemma 4 and ltx-core's features,
-with any padding."""
+"""Gemma3Encoder gives transformers' hidden states of Gemma 3 and 4 and ltx-core's features, with any padding."""
 
 from copy import deepcopy
 from pathlib import Path

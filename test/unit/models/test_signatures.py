@@ -1,5 +1,4 @@
-"""The saved graphs hold what a rank may run and nothing else: counted in the .pt2 files, not in the
-code that made them."""
+"""The saved graphs hold what a rank may run and nothing else: counted in the .pt2 files."""
 
 import hashlib
 import json
