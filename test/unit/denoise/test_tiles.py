@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import randn
 from jobs import make_job, replace
 
 from ltx_neuron.job import Size
@@ -31,22 +30,21 @@ def test_a_canvas_is_cut_as_upstream_cuts_it(pixels, tile, counts, shared):
     assert tuple(side[0].right for side in sides) == shared
 
 
-@pytest.mark.parametrize(("length", "size"), [(5, 3), (9, 4), (33, 8), (120, 32), (7, 7), (8, 7)])
+@pytest.mark.parametrize(("length", "size"), [(5, 3), (33, 8), (120, 32), (7, 7), (8, 7)])
 def test_the_weights_of_a_side_add_up_to_one_and_no_cell_is_in_three_tiles(length, size):
-    total, seen = torch.zeros(length), torch.zeros(length)
-    for each in cut(length, size):
-        assert each.end - each.start <= size
-        total[each.start : each.end] += each.weights()
-        seen[each.start : each.end] += 1
+    total, tiles_of_cell = torch.zeros(length), torch.zeros(length)
+    for tile in cut(length, size):
+        assert tile.end - tile.start <= size
+        total[tile.start : tile.end] += tile.weights()
+        tiles_of_cell[tile.start : tile.end] += 1
     assert torch.allclose(total, torch.ones(length), atol=ROUNDING)
-    assert seen.min() >= 1 and seen.max() <= 2
+    assert tiles_of_cell.min() >= 1 and tiles_of_cell.max() <= 2
 
 
 def test_a_tile_sees_its_own_cells_and_the_appended_ones_that_touch_them():
     first, *_, last = tiles(*CANVAS[1:], 96, 96)
     appended = [Appended((1, *CANVAS[1:])), Appended((1, 3, 3), HALF)]
-    own = math.prod(CANVAS)
-    tokens = first.tokens(CANVAS, appended)
+    own, tokens = math.prod(CANVAS), first.tokens(CANVAS, appended)
     rows, columns = (tokens[tokens < own] % 30) // 6, tokens[tokens < own] % 6
     assert (rows.max(), columns.max(), (tokens < own).sum()) == (2, 2, 2 * 9)
     held = tokens[(tokens >= own) & (tokens < own + 30)] - own
@@ -55,29 +53,19 @@ def test_a_tile_sees_its_own_cells_and_the_appended_ones_that_touch_them():
     assert (last.tokens(CANVAS, appended)[-4:] - own - 30).tolist() == [4, 5, 7, 8]
 
 
-def test_joined_predictions_are_the_weighted_sum_of_a_slow_loop():
-    appended, width = [Appended((1, 3, 3), HALF)], 4
-    own, total = math.prod(CANVAS), math.prod(CANVAS) + 9
-    made = tiles(*CANVAS[1:], 96, 96)
-    weighted = blend_weights(made, CANVAS, appended)
-    parts = [randn(len(tokens), width, seed=n) for n, (tokens, _) in enumerate(weighted)]
-    joined = torch.zeros(total, width)
-    for part, (tokens, weights) in zip(parts, weighted, strict=True):
-        joined[tokens] += part * weights[:, None]
-    for token in range(total):
-        shares = []
-        for tile, part, (tokens, _) in zip(made, parts, weighted, strict=True):
-            if token not in tokens:
-                continue
+def test_joined_predictions_are_each_cells_mean_by_the_weights_of_its_tiles():
+    own, grid = math.prod(CANVAS), tiles(*CANVAS[1:], 96, 96)
+    shares = torch.zeros(own + 9, len(grid))
+    weighted = blend_weights(grid, CANVAS, [Appended((1, 3, 3), HALF)])
+    joined = torch.zeros(own + 9, len(grid))  # of predictions that name their tile
+    for number, (tile, (tokens, weights)) in enumerate(zip(grid, weighted, strict=True)):
+        joined[tokens, number] += weights
+        for token in tokens.tolist():
             row, column = token % 30 // 6 - tile.rows.start, token % 6 - tile.columns.start
-            share = 1.0
-            if token < own:
-                share = (tile.rows.weights()[row] * tile.columns.weights()[column]).item()
-            shares.append((share, part[tokens.tolist().index(token)]))
-        whole = sum(share for share, _ in shares)  # 1 for the canvas
-        assert token >= own or whole == pytest.approx(1, abs=ROUNDING)
-        wanted = sum(share / whole * value for share, value in shares)
-        assert torch.allclose(joined[token], wanted, atol=ROUNDING)
+            canvas = token < own  # an appended token has an equal share in each tile that sees it
+            shares[token, number] = tile.rows.weights()[row] * tile.columns.weights()[column] if canvas else 1
+    assert torch.allclose(shares[:own].sum(1), torch.ones(own), atol=ROUNDING)
+    assert torch.allclose(joined, shares / shares.sum(1, keepdim=True), atol=ROUNDING)
 
 
 REFERENCE = ReferenceVideo("guide.mp4", 1.0, 17)
@@ -93,7 +81,7 @@ TILED = make_job(
 )
 
 
-def test_each_tile_shape_of_a_stage_has_graphs():
+def test_each_tile_shape_of_a_stage_has_graphs_and_a_canvas_of_one_tile_is_the_job_without_tiles():
     first, second = TILED.stages
     assert [len(TILED.stage_tiles(stage)) for stage in TILED.stages] == [2, 9]
     assert {bucket.video_tokens for bucket in TILED.stage_buckets(second)} == {3 * 6 * 2}
@@ -101,9 +89,6 @@ def test_each_tile_shape_of_a_stage_has_graphs():
     assert len({bucket.video_tokens for bucket in scaled.stage_buckets(second)}) > 1
     assert set(TILED.buckets) == {*TILED.stage_buckets(first), *TILED.stage_buckets(second)}
     assert second.loras == first.loras  # one weight set
-
-
-def test_a_canvas_of_one_tile_is_the_job_without_tiles():
     whole = replace(TILED, tile_height=None, tile_width=None)
     assert not any(map(whole.stage_tiles, whole.stages))
     assert whole.buckets == replace(whole, tile=False).buckets

@@ -1,5 +1,4 @@
-"""Background: results, errors, how it is cancelled, and its number of threads; and what is made
-ahead in one."""
+"""Threads: results, errors, cancellation, their number of threads; and what is made ahead in one."""
 
 import signal
 import threading
@@ -37,13 +36,7 @@ def result_of(function):
         return wait_for(thread.submit(function))
 
 
-def test_the_result_and_the_error_are_the_callers():
-    assert result_of(lambda: 3) == 3
-    with pytest.raises(ZeroDivisionError):
-        result_of(lambda: 1 / 0)
-
-
-def test_functions_run_beside_their_caller_and_one_after_another():
+def test_functions_run_beside_their_caller_one_after_another_with_results_and_errors():
     requested, order = threading.Event(), []
 
     def first() -> str:
@@ -59,6 +52,8 @@ def test_functions_run_beside_their_caller_and_one_after_another():
         assert wait_for(futures[0]) == "answered"
         wait_for(futures[1])
     assert order == [1, 2, 3]
+    with pytest.raises(ZeroDivisionError):
+        result_of(lambda: 1 / 0)
 
 
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt])
@@ -72,7 +67,7 @@ def test_leaving_the_block_cancels_the_functions_silently(error, capsys):
     assert later.cancelled() and capsys.readouterr().err == ""
 
 
-def test_cancelling_ends_nested_threads_and_leaves_their_with_blocks():
+def test_cancelling_ends_nested_threads_leaves_their_with_blocks_and_other_threads_alone():
     left = []
 
     def outer() -> None:
@@ -83,10 +78,13 @@ def test_cancelling_ends_nested_threads_and_leaves_their_with_blocks():
         finally:
             left.append(True)
 
-    for arguments in ((outer,), (result_of, run_for_ever)):  # the second one waits for another thread
-        with within(SOON), Background() as thread:
-            thread.submit(*arguments)
-            time.sleep(0.05)
+    with Background() as other:
+        for arguments in ((outer,), (result_of, run_for_ever)):  # the second one waits for another thread
+            with within(SOON), Background() as thread:
+                thread.submit(*arguments)
+                time.sleep(0.05)
+                check_cancelled()
+        wait_for(other.submit(check_cancelled))
     assert left == [True]
 
 
@@ -106,39 +104,9 @@ def test_the_error_of_a_poll_ends_the_waiting():
         wait_for(thread.submit(run_for_ever), poll)
 
 
-def test_cancelling_one_thread_leaves_its_caller_and_other_threads_alone():
-    with Background() as other:
-        with Background() as thread:
-            thread.submit(run_for_ever)
-            check_cancelled()
-        wait_for(other.submit(check_cancelled))
-        check_cancelled()
-
-
-def test_workers_made_meanwhile_do_not_change_its_number_of_threads():
-    """Each makes its first operation while the workers' own number is the default of new
-    threads."""
-    torch.get_num_threads()
-    torch.set_num_threads(3)
-    go, counts = threading.Event(), []
-
-    def count() -> None:
-        go.wait()
-        counts.append(torch.get_num_threads())
-
-    with Background() as thread, Workers() as workers:
-        future = thread.submit(count)
-        workers.map(lambda _: torch.set_num_threads(1), range(10))
-        go.set()
-        wait_for(future)
-    torch.set_num_threads(3)
-    assert counts == [3]
-    assert result_of(torch.get_num_threads) == 3
-
-
-def test_a_task_that_begins_while_workers_are_made_has_the_usual_number_of_threads():
-    """A clip's latents are upsampled while the last one's frames and sound are decoded, each by
-    workers of its own: with another number of threads, the video would have other bits."""
+def test_a_thread_that_begins_while_workers_are_made_has_the_usual_number_of_threads():
+    """A clip's latents are upsampled while the last one's frames and sound are decoded, each by workers of its
+    own: with another number of threads, the video would have other bits."""
     torch.set_num_threads(3)
     over, counts = threading.Event(), []
 
@@ -149,30 +117,33 @@ def test_a_task_that_begins_while_workers_are_made_has_the_usual_number_of_threa
             counts.append(torch.get_num_threads())
 
     with Background() as one, Background() as two:
-        making = [thread.submit(make_workers) for thread in (one, two)]
+        futures = [thread.submit(make_workers) for thread in (one, two)]
         counts += [result_of(torch.get_num_threads) for _ in range(200)]
         over.set()
-        assert not [wait_for(future) for future in making if future.exception()]
+        assert not [wait_for(future) for future in futures if future.exception()]
     assert {*counts} == {3}
 
 
-def counted(count: int, made: list[int]):
+# --- what is made ahead ---------------------------------------------------------------------------
+
+
+def counted(count: int, numbers: list[int]):
     """A generator of numbers, each of which is noted; its end is noted as well."""
     try:
         for number in range(count):
-            made.append(number)
+            numbers.append(number)
             yield number
     finally:
-        made.append(-1)
+        numbers.append(-1)
 
 
 def test_while_a_prefetched_item_is_used_one_waits_and_the_next_is_made():
-    made, taken = [], []
-    with closing(prefetch(counted(6, made))) as items:
+    numbers, taken = [], []
+    with closing(prefetch(counted(6, numbers))) as items:
         for item in items:
             time.sleep(0.02)  # of three: one is taken, one waits, one is made and finds no room
-            taken.append((item, max(made)))
-    assert [item for item, _ in taken] == list(range(6)) and made == [*range(6), -1]
+            taken.append((item, max(numbers)))
+    assert [item for item, _ in taken] == list(range(6)) and numbers == [*range(6), -1]
     assert [last for _, last in taken] == [2, 3, 4, 5, 5, 5]
     with closing(prefetch(1 // (2 - number) for number in range(5))) as items:
         assert (next(items), next(items)) == (0, 1)
@@ -198,12 +169,12 @@ def test_prefetched_items_are_closed_in_the_thread_that_made_them():
 
 @pytest.mark.parametrize("error", [None, OSError(28, "No space left on device")])
 def test_who_takes_no_more_ends_what_is_made_ahead_at_once(error):
-    made, refused = [], pytest.raises(OSError) if error else nullcontext()
-    with within(SOON), refused, closing(prefetch(counted(1000, made))) as items:
+    numbers, refused = [], pytest.raises(OSError) if error else nullcontext()
+    with within(SOON), refused, closing(prefetch(counted(1000, numbers))) as items:
         assert next(items) == 0
         if error:
             raise error
-    assert made[-1] == -1 and len(made) <= 4
+    assert numbers[-1] == -1 and len(numbers) <= 4
 
 
 def test_who_waits_for_what_is_made_ahead_can_be_cancelled():

@@ -1,339 +1,405 @@
-"""Conditioning images against ltx-pipelines' own function; MP4 files and PNG frames."""
+"""Films and sounds are read on one clock, as ltx-pipelines reads them, or refused with a command that mends them."""
 
-import itertools
-import os
-from fractions import Fraction
+import re
+import shlex
+from functools import partial
+from itertools import islice
 
+import av
 import numpy as np
 import pytest
 import torch
-from helpers import read_video, tone
-from PIL import Image, ImageCms
+from clips import FLASH, MIRROR, RATE, encoded, first_loud, noise_with_click, run_printed, seen, turned, write_clip
+from helpers import one_thread, picture_frames, tone, write_sound  # noqa: F401
+from jobs import make_job
+from printed import runs
 
 from ltx_neuron.errors import UserError
-from ltx_neuron.host.images import content_digest, load_image
-from ltx_neuron.host.media import read_sound
-from ltx_neuron.host.models import import_ltx_core
-from ltx_neuron.host.video import BT709, check_output_path, exact_frame_rate, write_frames, write_video, yuv420
+from ltx_neuron.host import encode_inputs
+from ltx_neuron.host.media import ffmpeg, first_frames, footage, pixels_of, read_sound, video_size
+from ltx_neuron.host.video import write_video
+from ltx_neuron.job import Size
+from ltx_neuron.sampling.conditions import ReferenceAudio, ReferenceVideo, Retake, SoundCondition
 
-# An MP4's durations are whole milliseconds or whole ticks of 1/12288 s, each rounded on its own: 2
-# ms covers both.
-DURATION_TOLERANCE = 2e-3
-# H.264 at the default quality moves these pictures by 1.6 counts of 255 on average (measured);
-# colours converted with another matrix (BT.601) than the declared one move them by 5.9.
-PICTURE_TOLERANCE = 3.0
-# Rounding to whole numbers leaves 0.29 counts rms (1 / sqrt(12)), and swscale's 14-bit coefficients
-# 0.3 (measured). Every second pixel's colour instead of the mean leaves 2.6 on such a picture.
-CHROMA_TOLERANCE = 0.35
-# The sine survives AAC at 0.9999 (measured); one AAC frame of delay (1024 samples) makes it 0.59.
-SOUND_CORRELATION = 0.99
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+# Containers round times: MP4's edit lists and Matroska to a millisecond.
+EXACT = 2e-3
+# An AAC packet's half: its encoder's quantisation spreads a click within a packet.
+TOGETHER = 512 / 48000
+RETAKEN = partial(make_job, "", Size(64, 96, 33))
 
 
-def picture(height, width, shift=0.0):
-    """A smooth, colourful picture, uint8 (height, width, 3)."""
-    y, x = np.arange(height)[:, None, None], np.arange(width)[None, :, None]
-    return (127 + 100 * np.sin((x / 40 + y / 55 + shift) * np.array([0.5, 1.0, 1.5]))).astype(np.uint8)
-
-
-def clip(count, height=64, width=96):
-    return torch.from_numpy(np.stack([picture(height, width, index / 9) for index in range(count)]))
-
-
-def sine(samples):
-    return 0.5 * torch.sin(torch.arange(samples) / 20).expand(2, -1)
-
-
-def saved(image, path):
-    image.save(path)
+@pytest.fixture(scope="module")
+def film(tmp_path_factory):
+    """25 frames of 96 x 64 at 24 fps with their sound in AAC."""
+    path = tmp_path_factory.mktemp("film") / "film.mp4"
+    write_video(path, [picture_frames(25, 64, 96, 3)], 24.0, lambda: tone(48000, 25 / 24), 48000)
     return path
 
 
-@pytest.mark.parametrize("size", [(301, 517), (64, 96), (33, 700), (720, 407)])
-@pytest.mark.parametrize("crf", [33, 18, 0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_image_becomes_the_same_pixels_as_in_ltx_pipelines(tmp_path, size, crf, dtype):
-    import_ltx_core()
-    from ltx_pipelines.utils.media_io import load_image_conditioning
-
-    path = saved(Image.fromarray(picture(*size)), tmp_path / "image.png")
-    expected = load_image_conditioning(str(path), 128, 192, dtype, torch.device("cpu"), crf)
-    got = load_image(path, 128, 192, crf, dtype)
-    assert got.shape == (1, 3, 1, 128, 192)
-    assert torch.equal(got, expected)
+# --- what is read ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode, suffix", [("RGBA", "png"), ("LA", "png"), ("L", "png"), ("P", "png"), ("CMYK", "tiff")])
-def test_an_image_of_any_mode_is_converted_to_rgb(tmp_path, mode, suffix):
-    image = Image.fromarray(picture(64, 96)).convert(mode)
-    path = saved(image, tmp_path / f"image.{suffix}")
-    assert torch.equal(load_image(path, 64, 96, crf=0)[0, :, 0], as_pixels(image.convert("RGB")))
-    shades = np.array(image.convert("L"))
-    path = saved(Image.fromarray(shades.astype(np.uint16) * 257), tmp_path / "sixteen bits.png")
-    assert torch.equal(load_image(path, 64, 96, crf=0)[0, 0, 0], torch.from_numpy(shades) / 127.5 - 1)
+@pytest.mark.parametrize("start, duration", [(0.0, None), (0.3, 0.4), (0.31, None)])
+def test_a_films_sound_is_what_ltx_pipelines_reads(film, start, duration):
+    from ltx_pipelines.utils.media_io import decode_audio_from_file
+
+    theirs = decode_audio_from_file(str(film), torch.device("cpu"), start, duration)
+    ours = read_sound(film, "", start, duration)
+    assert ours.rate == theirs.sampling_rate == 48000
+    assert torch.equal(ours.samples, theirs.waveform[0])
 
 
-# EXIF orientation -> what makes the stored picture of the one that is shown
-STORED = {
-    1: None,
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_90,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_270,
-}
+def test_frames_are_read_scaled_and_cropped_as_in_ltx_pipelines(film):
+    from ltx_pipelines.utils import media_io
 
-
-@pytest.mark.parametrize("suffix", ["jpg", "png", "webp"])
-@pytest.mark.parametrize("orientation", STORED)
-def test_a_photograph_is_taken_as_shown_or_as_stored_or_without_what_1_2_0_does_not_turn(tmp_path, orientation, suffix):
-    shown = Image.fromarray(picture(64, 96))
-    stored = shown.transpose(STORED[orientation]) if STORED[orientation] is not None else shown
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    path, plain = tmp_path / f"photo.{suffix}", tmp_path / f"plain.{suffix}"
-    stored.save(path, exif=exif, quality=100)
-    stored.save(plain, quality=100)
-    got = load_image(path, 64, 96, crf=0)
-    assert (got[0, :, 0] - as_pixels(shown)).abs().mean() < 0.1
-    as_stored = load_image(path, *stored.size[::-1], crf=0, orientation="stored")
-    assert torch.equal(as_stored, load_image(plain, *stored.size[::-1], crf=0))
-    turned = orientation in (3, 6, 8)  # mirrored ones are not
-    as_in_1_2_0 = load_image(path, *(64, 96) if turned else as_stored.shape[3:], crf=0, orientation="turned")
-    assert torch.equal(as_in_1_2_0, got if turned else as_stored)
-
-
-def test_an_images_colour_profile_is_applied_unless_it_is_damaged(tmp_path, capsys):
-    shown = Image.fromarray(picture(64, 96))
-    lab = ImageCms.createProfile("LAB")
-    stored = ImageCms.profileToProfile(shown, ImageCms.createProfile("sRGB"), lab, outputMode="LAB")
-    path, damaged = tmp_path / "profile.tiff", tmp_path / "damaged.png"
-    stored.save(path, icc_profile=ImageCms.ImageCmsProfile(lab).tobytes())
-    got = load_image(path, 64, 96, crf=0)
-    assert (got[0, :, 0] - as_pixels(shown)).abs().mean() < 0.02  # rounded twice to 8 bits
-    shown.save(damaged, icc_profile=b"no profile")
-    assert torch.equal(load_image(damaged, 64, 96, crf=0)[0, :, 0], as_pixels(shown))
-    assert "colour profile is ignored" in capsys.readouterr().out
-
-
-def as_pixels(image: Image.Image) -> torch.Tensor:
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1) / 127.5 - 1
-
-
-def test_an_image_that_cannot_be_used_is_refused(tmp_path):
-    (tmp_path / "text.png").write_text("hello")
-    whole = saved(Image.fromarray(picture(64, 96)), tmp_path / "whole.png").read_bytes()
-    (tmp_path / "half.png").write_bytes(whole[: len(whole) // 2])
-    os.mkfifo(tmp_path / "pipe")
-    saved(Image.fromarray(np.linspace(0, 1, 64 * 96, dtype=np.float32).reshape(64, 96)), tmp_path / "floats.tiff")
-    for sides in ((20000, 20000), (17000, 4), (1, 50), (2, 16000)):
-        saved(Image.new("1", sides), tmp_path / f"{sides[0]}x{sides[1]}.png")
-    for name, message in {
-        ".": "cannot be read as an image.*\n.*--image FILE",
-        "text.png": "cannot be read as an image.*\n.*--image FILE",
-        "half.png": "cannot be read as an image.*\n.*--image FILE",
-        "absent.png": "there is no image .*--image FILE",
-        "pipe": "pipe cannot be read as an image: that is a named pipe",
-        "floats.tiff": "floating-point numbers, wanted 8 bits: convert it\n.*--im",  # would be black
-        "20000x20000.png": "too large",
-        "17000x4.png": "2 to 16384",
-        "1x50.png": "2 to 16384",
-        "2x16000.png": "too narrow",
-    }.items():
-        # A small target: should the bounds ever be lost, the last image then needs 1.6 GB, not 25.
-        with pytest.raises(UserError, match=message):
-            load_image(tmp_path / name, 96, 128)
-    assert content_digest(tmp_path / "pipe") == "unreadable"
+    theirs = [frame[0].numpy() for frame in media_io.decode_video_from_file(str(film), 25, "cpu")]
+    assert np.array_equal(list(first_frames(film, "")), theirs)
+    theirs = media_io.load_video_conditioning(str(film), 32, 96, 9, torch.float32, torch.device("cpu"))
+    assert torch.equal(pixels_of(islice(first_frames(film, ""), 9), 32, 96), theirs)
 
 
 @pytest.mark.parametrize(
-    "frames, frame_rate, samples",
+    "codec, format, scale, kind",
     [
-        (17, 24.0, 33120),  # sound a little shorter than the video
-        (25, 29.97, 60000),  # much longer
-        (9, 12.5, 480),  # almost none
-        (1, 24.0, 480),
+        ("pcm_s16le", "s16", 2**15, np.int16),
+        ("pcm_s32le", "s32", 2**31, np.int32),
+        ("pcm_f32le", "flt", 1, np.float32),
+        ("pcm_u8", "u8", 2**7, np.uint8),  # its silence is 128
     ],
 )
-def test_a_video_and_its_sound_last_equally_long(tmp_path, frames, frame_rate, samples):
-    path = tmp_path / "new folder" / "out.mp4"
-    write_video(path, [clip(frames)], frame_rate, lambda: sine(samples), 48000)
-    properties = read_video(path)
-    seconds = float(frames / exact_frame_rate(frame_rate))
-    assert properties["frame_count"] == frames
-    assert properties["frame_rate"] == exact_frame_rate(frame_rate)
-    assert properties["video_seconds"] == pytest.approx(seconds, abs=DURATION_TOLERANCE)
-    assert properties["audio_seconds"] == pytest.approx(seconds, abs=DURATION_TOLERANCE)
-    assert (properties["width"], properties["height"]) == (96, 64)
-    assert (properties["video_codec"], properties["pixel_format"]) == ("h264", "yuv420p")
-    assert (properties["audio_codec"], properties["channels"], properties["sample_rate"]) == ("aac", 2, 48000)
+def test_samples_of_any_format_are_those_that_were_written(tmp_path, codec, format, scale, kind):
+    silence = 128 if format == "u8" else 0
+    stored = (tone(22050, 0.2).double() * min(scale, 2**31 - 1)).numpy()
+    stored = (np.floor(stored) + silence if silence else stored).astype(kind)
+    path = write_sound(tmp_path / "a.wav", stored.T.reshape(1, -1).copy(), 22050, codec, format=format)
+    samples, rate = read_sound(path, "")
+    assert rate == 22050 and torch.equal(samples, torch.from_numpy((stored.astype(float) - silence) / scale).float())
+
+
+def test_a_mono_sound_has_one_channel_and_no_sound_at_a_time_is_none(film, tmp_path):
+    stored = (tone(8000, 0.1)[:1] * 2**15).numpy().astype(np.int16)
+    mono = write_sound(tmp_path / "b.wav", stored, 8000, "pcm_s16le", "mono", "s16")
+    assert read_sound(mono, "").samples.shape == (1, 800)
+    assert read_sound(film, "", start=9.0) is None
+    assert read_sound(write_clip(tmp_path / "silent.mp4", codec=None), "") is None
+
+
+# The first four numbers of an MP4's display matrix -> quarter turns counterclockwise from what is stored to
+# what is shown. A phone that is held upright writes the third.
+MATRICES = {(1, 0, 0, 1): 0, (0, -1, 1, 0): 1, (0, 1, -1, 0): 3, (-1, 0, 0, -1): 2}
+
+
+@pytest.mark.parametrize("matrix", MATRICES)
+def test_a_video_is_taken_as_it_is_shown_and_as_it_is_stored_on_request(film, tmp_path, matrix):
+    (tmp_path / "phone.mp4").write_bytes(film.read_bytes())
+    path, stored, turns = turned(tmp_path / "phone.mp4", matrix), list(first_frames(film, "")), MATRICES[matrix]
+    assert footage(path, "") == Size(*(96, 64) if turns % 2 else (64, 96), 25, 24.0)
+    assert np.array_equal(list(first_frames(path, "")), np.rot90(stored, turns, axes=(1, 2)))
+    assert footage(path, "", upright=False) == Size(64, 96, 25, 24.0)
+    assert np.array_equal(list(first_frames(path, "", upright=False)), stored)
+
+
+def test_a_file_that_cannot_be_read_is_refused_by_its_flag(film, tmp_path):
+    (tmp_path / "text.mp4").write_text("no film")
+    for name in ("text.mp4", "missing.mp4", "."):
+        for read in (read_sound, footage):
+            with pytest.raises(UserError, match="--some-flag"):
+                read(tmp_path / name, "--some-flag")
+    with pytest.raises(UserError, match="is displayed mirrored or at an odd angle\npass another"):
+        next(first_frames(turned(write_clip(tmp_path / "mirror.mp4"), MIRROR), ""))
+    next(first_frames(tmp_path / "mirror.mp4", "", upright=False))
+
+
+def test_a_variable_rate_is_measured_and_a_containers_milliseconds_are_none(tmp_path):
+    def written_at(name, time):
+        return write_clip(tmp_path / name, frames=24, times=time, codec=None)
+
+    dark = written_at("dark.mp4", lambda n: n / 24 if n < 12 else 0.5 + (n - 12) / 12)
+    with pytest.raises(UserError, match=r"variable frame rate: .* 0.04167 to 0.08333 s, .*\nType: ffmpeg .* fps="):
+        footage(dark, "")
+    assert footage(written_at("even.mp4", lambda n: n / 20), "").frame_rate == pytest.approx(20, rel=0.01)
+    footage(written_at("rounded.mp4", lambda n: round(n / 24, 3)), "")
+
+
+# --- the clock ------------------------------------------------------------------------------------
+
+
+def without(first: float, last: float):
+    return lambda time: None if first < time < last else time
+
+
+def from_(seconds: float):
+    return lambda number: seconds + number / RATE
+
+
+LATE, EARLY, GAP = {"sound_at": 0.25}, {"times": from_(0.25), "seconds": 1.7}, without(0.2, 0.5)
+BOTH = {"times": from_(0.25), "sound_at": 0.5}
+SHIFTED = {"avoid_negative_ts": "disabled"}
+# The file's name and how it is made.
+CLIPS = [
+    ("plain.mp4", {}),
+    ("late.mp4", LATE),
+    ("late.mkv", LATE | {"codec": "flac"}),
+    ("late.flv", LATE | {"rate": 44100}),
+    ("late.ts", LATE | {"codec": "mp2"}),
+    ("early.mp4", EARLY),
+    ("early.mkv", EARLY | {"codec": "libopus"}),
+    ("both.mov", BOTH | {"codec": "pcm_s16le"}),
+    ("before zero.mkv", {"sound_at": -0.25, "container": SHIFTED, "codec": "pcm_s16le"}),
+    ("gap.mp4", {"moved": GAP}),
+    ("gap.ts", {"moved": GAP, "codec": "mp2"}),
+    ("two gaps.mkv", {"moved": lambda time: GAP(time) and without(0.55, 0.6)(time)}),
+    ("late with a gap.mp4", LATE | {"moved": without(0.4, 0.6)}),
+    ("one packet lost.mkv", {"moved": without(0.39, 0.41), "codec": "libopus"}),
+    ("delay of MP3.mp4", {"codec": "libmp3lame", "rate": 44100}),
+    ("delay of Opus.mp4", {"codec": "libopus"}),
+    ("short.mp4", {"seconds": 0.8}),
+    ("mono.mp4", LATE | {"layout": "mono", "rate": 8000}),
+]
+
+
+def click_of(sound) -> float:
+    return first_loud(sound.samples.numpy()) / sound.rate
+
+
+def flash_of(path) -> int:
+    return next(n for n, frame in enumerate(first_frames(path, "")) if frame.mean() > 150)
+
+
+@pytest.mark.parametrize("name, made", CLIPS, ids=[name for name, _ in CLIPS])
+def test_a_click_is_read_at_the_time_of_its_flash_in_any_container(tmp_path, name, made):
+    path = write_clip(tmp_path / name, **made)
+    assert flash_of(path) == FLASH and footage(path, "").num_frames == 33
+    for start, duration in ((0.0, None), (0.55, None), (0.0, 0.7)):
+        assert click_of(read_sound(path, "", start, duration)) == pytest.approx(FLASH / RATE - start, abs=EXACT)
+
+
+def test_a_trimmed_clip_begins_where_its_edit_list_says(tmp_path):
+    whole = write_clip(tmp_path / "whole.mp4")
+    command = ffmpeg(whole, "trimmed.mp4", "-c", "copy", before=("-ss", "0.25"))
+    path = run_printed(f"Type: cd {tmp_path}; {command}", tmp_path)
+    assert flash_of(path) == FLASH - 6 and footage(path, "").num_frames == 33 - 6
+    assert click_of(read_sound(path, "")) == pytest.approx((FLASH - 6) / RATE, abs=EXACT)
+
+
+def test_sound_that_overlaps_is_left_out_where_there_is_sound_already(tmp_path):
+    """For 0.2 s each packet begins in the middle of the last one."""
+
+    def moved(time: float) -> float:
+        return time if time < 0.3 else (0.3 + time) / 2 if time < 0.5 else time - 0.1
+
+    path = write_clip(tmp_path / "a.mkv", moved=moved, codec="pcm_s16le")
+    assert click_of(read_sound(path, "")) == pytest.approx(FLASH / RATE - 0.1, abs=EXACT)
+
+
+def test_there_is_silence_where_a_track_has_none_and_its_samples_elsewhere(tmp_path):
+    path = write_clip(tmp_path / "a.mkv", moved=GAP, codec="flac", sound_at=0.125)
+    samples, rate = read_sound(path, "")
+    silent = (samples == 0).all(0).numpy()
+    changes = np.flatnonzero(np.diff(silent.astype(int))) / rate
+    assert changes == pytest.approx([0.125, 0.2, 0.5], abs=0.025)  # silent until 0.125; a pause of whole packets
+    sound = noise_with_click(48000, 33 / RATE, FLASH / RATE - 0.125)
+    first = round(0.6 * rate)
+    stored = torch.from_numpy((sound * 2**15).astype(np.int16) / 2**15).float()[:, first - round(0.125 * rate) :]
+    assert (samples[:, first:] - stored[:, : len(samples[0]) - first]).abs().max() <= 2**-14
+
+
+def test_a_pause_of_hours_is_a_damaged_time_and_no_reason_to_fill_the_memory(tmp_path):
+    path = write_clip(tmp_path / "a.mkv", moved=lambda time: time + 30_000 * (time > 0.4), codec="pcm_s16le")
+    with pytest.raises(UserError, match="its sound pauses for more than 3600 s"):
+        read_sound(path, "--reference-audio")
 
 
 @pytest.mark.parametrize(
-    "rate, written",
-    [(48000, 48000), (44100, 44100), (22050, 22050), (96000, 96000), (8000, 8000)]
-    # AAC has none of these: the next one above, or its highest.
-    + [(37800, 44100), (6000, 7350), (192000, 96000)],
+    "name, codec", [("a.wav", "pcm_s16le"), ("a.mp3", "libmp3lame"), ("a.m4a", "aac"), ("late.mka", "pcm_s16le")]
 )
-def test_a_sound_of_any_rate_is_written_at_a_rate_that_aac_has(tmp_path, rate, written):
-    given = tone(rate, 1.0)
-    write_video(tmp_path / "out.mp4", [clip(24)], 24.0, lambda: given, rate)
-    properties = read_video(tmp_path / "out.mp4")
-    assert properties["sample_rate"] == written
-    assert properties["audio_seconds"] == pytest.approx(1, abs=DURATION_TOLERANCE)
-    heard = read_sound(tmp_path / "out.mp4", "--video-path", duration=1.0).samples
-    expected = tone(written, 1.0)
-    for side in range(2):
-        # AAC's frames begin and end inside a second of 7350 samples.
-        ours, theirs = heard[side, 1024:-1024], expected[side, 1024 : heard.shape[1] - 1024]
-        assert np.corrcoef(ours, theirs)[0, 1] > SOUND_CORRELATION, side
+def test_a_sound_without_picture_begins_with_its_first_sample_whatever_its_encoder_adds(tmp_path, name, codec):
+    with av.open(str(tmp_path / name), "w") as file:
+        stream = file.add_stream(codec, rate=44100, layout="stereo")
+        for packet in encoded(stream, noise_with_click(44100, 1.0, 0.5), 44100, "stereo"):
+            packet.pts += (name == "late.mka") * 2000
+            file.mux(packet)
+    for start in (0.0, 0.3):
+        assert click_of(read_sound(tmp_path / name, "", start)) == pytest.approx(0.5 - start, abs=EXACT)
 
 
-def test_a_video_shows_the_frames_and_sounds_the_waveform(tmp_path):
-    import av
-
-    frames, waveform = clip(17), sine(34000)
-    write_video(tmp_path / "out.mp4", [frames], 24.0, lambda: waveform, 48000)
-    with av.open(str(tmp_path / "out.mp4")) as container:
-        shown = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
-        container.seek(0)
-        heard = np.concatenate([frame.to_ndarray() for frame in container.decode(audio=0)], axis=1)[:, :34000]
-        assert container.streams.video[0].codec_context.colorspace == BT709
-    assert np.abs(shown.astype(int) - frames.numpy().astype(int)).mean() < PICTURE_TOLERANCE
-    assert np.corrcoef(heard[0], waveform[0])[0, 1] > SOUND_CORRELATION
-
-
-def detailed(height, width):
-    """A picture whose colours change from pixel to pixel."""
-    noise = np.random.default_rng(0).normal(0, 25, (height, width, 3))
-    return np.clip(picture(height, width) + noise, 0, 255).astype(np.uint8)
+def test_a_sound_files_cover_is_no_picture(tmp_path):
+    with av.open(str(tmp_path / "a.m4a"), "w", format="mp4") as file:
+        stream = file.add_stream("aac", rate=48000, layout="stereo")
+        cover = file.add_stream("mjpeg", rate=1)
+        cover.width, cover.height, cover.pix_fmt = 32, 32, "yuvj420p"
+        cover.disposition = av.stream.Disposition.attached_pic
+        for packet in encoded(stream, noise_with_click(48000, 1.0, 0.5), 48000, "stereo"):
+            packet.pts = packet.dts = packet.pts + 12000
+            file.mux(packet)
+        file.mux([*cover.encode(av.VideoFrame(32, 32, "yuvj420p")), *cover.encode()])
+    delay = 1024 / 48000  # of AAC, which a late track of an MP4 does not take off
+    assert click_of(read_sound(tmp_path / "a.m4a", "")) == pytest.approx(0.5 + delay, abs=EXACT)
 
 
-def planes(frame) -> list[np.ndarray]:
-    rows = [np.frombuffer(p, np.uint8).reshape(p.height, p.line_size) for p in frame.planes]
-    return [each[:, : plane.width] for each, plane in zip(rows, frame.planes, strict=True)]
+def test_every_input_reads_a_clips_sound_by_the_clips_clock(tmp_path):
+    path = write_clip(tmp_path / "clip.mp4", **BOTH, moved=GAP)
+    after, before = (RETAKEN(retake=Retake(path, extend=seconds, source_frames=33)) for seconds in (1.0, -1.0))
+    sound = make_job("", Size(64, 96, 25), sound=SoundCondition(path))
+    for read, silence in (
+        (encode_inputs._retaken_sound(RETAKEN(retake=Retake(path, 0.1, 0.3))), 0),
+        (encode_inputs._extended_sound(after, after.extension), 0),
+        (encode_inputs._extended_sound(before, before.extension), before.extension.silence),
+        (encode_inputs._read_sound_condition(sound, sound.sound), 0),
+        (encode_inputs.read_reference_audio(path, None), 0),
+        (encode_inputs.read_reference_audio(path, 1.0), 0),
+    ):
+        assert click_of(read) == pytest.approx(silence + FLASH / RATE, abs=EXACT)
 
 
-@pytest.mark.parametrize("size", [(64, 96), (34, 50), (512, 768)])
-def test_a_frames_colours_are_the_means_of_two_by_two_pixels(size):
-    """By BT.709's definition, in float64."""
-    rgb = detailed(*size)
-    red, green, blue = np.moveaxis(rgb / 255.0, 2, 0)
-    luma = 0.2126 * red + 0.7152 * green + 0.0722 * blue
-    colours = [(blue - luma) / 1.8556, (red - luma) / 1.5748]
-    height, width = size
-    means = [c.reshape(height // 2, 2, width // 2, 2).mean((1, 3)) for c in colours]
-    expected = [16 + 219 * luma, *(128 + 224 * mean for mean in means)]
-    for got, exact in zip(planes(yuv420(rgb)), expected, strict=True):
-        assert np.sqrt(((got - exact) ** 2).mean()) < CHROMA_TOLERANCE
+# --- notes ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [(64, 96), (130, 194), (1088, 1920)])
-def test_a_frame_is_the_same_for_any_number_of_threads(size):
-    rgb = detailed(*size)
-    expected = planes(yuv420(rgb, threads=1))
-    for threads in (0, 2, 3, 5, 16):
-        assert all(map(np.array_equal, planes(yuv420(rgb, threads)), expected)), threads
+def test_what_is_filled_with_silence_or_left_out_is_noted_of_every_input_by_its_flag(tmp_path):
+    late, plain = write_clip(tmp_path / "late.mp4", **LATE), write_clip(tmp_path / "plain.mp4")
+    early, mute = write_clip(tmp_path / "early.mp4", **EARLY), write_clip(tmp_path / "mute.mp4", codec=None)
+    gaps = write_clip(tmp_path / "gaps.mp4", **LATE | {"moved": without(0.5, 0.6), "seconds": 0.8})
+    begins = "its sound begins after 0.2[35] s: silence before it"
+    voice, sound = ReferenceAudio(late, 12), SoundCondition(late, 0.1)
+    of_voice = "gives 0.5 s of sound; its LoRA was trained on about 5 s, wanted 2 to 10"
+    for job, flag, messages in (
+        (RETAKEN(retake=Retake(plain, 0.1, 0.3)), "", []),
+        (RETAKEN(retake=Retake(mute, 0.1, 0.3)), "", []),
+        (
+            RETAKEN(retake=Retake(early, 0.1, 0.3)),
+            "--video-path",
+            [": 0.25 s of its sound before its picture are left out"],
+        ),
+        (
+            RETAKEN(retake=Retake(gaps, 0.1, 0.3)),
+            "--video-path",
+            [
+                f": {begins}",
+                ": its sound has pauses of 0.[01][0-9] s in all: silence in them",
+                ": its sound ends 0.[23][0-9] s before its picture: silence after it",
+            ],
+        ),
+        (RETAKEN(retake=Retake(late, extend=1.0, source_frames=33)), "--video-path", [f": {begins}"]),
+        (make_job("", Size(64, 96, 25), sound=sound), "--audio-path", [f": {begins}"]),
+        (make_job("", Size(64, 96, 25), reference_sound=voice), "--reference-audio", [f": {begins}", f" {of_voice}"]),
+        (RETAKEN(reference_sound=voice, dubbing=ReferenceVideo(late, 1.0, 33)), "--reference-video", [f": {begins}"]),
+    ):
+        notes = encode_inputs.notes(job)
+        assert len(notes) == len(messages), notes
+        for note, message in zip(notes, messages, strict=True):
+            assert re.fullmatch(f"{flag} [^ ]*.mp4{message}", note), note
 
 
-def test_a_video_has_the_same_bytes_however_its_frames_and_its_sound_come(tmp_path):
-    # 192 wide: a width at which x264's macroblock tree, were it on, differs from run to run.
-    frames, order = clip(17, 128, 192), []
-
-    def write(lengths, sound_at: int = 1) -> bytes:
-        """The video of chunks of frames, whose sound is there with that chunk."""
-        polls, path = itertools.count(1), tmp_path / "out.mp4"
-
-        def chunks():
-            for chunk in frames.split(lengths):
-                order.append("frames")
-                yield chunk
-
-        def sound():
-            order.append("sound")
-            return sine(33120)
-
-        write_video(path, chunks(), 24.0, sound, 48000, lambda: next(polls) >= sound_at)
-        return path.read_bytes()
-
-    def write_without_poll() -> bytes:
-        write_video(tmp_path / "plain.mp4", [frames], 24.0, lambda: sine(33120), 48000)
-        return (tmp_path / "plain.mp4").read_bytes()
-
-    videos = [write(lengths) for lengths in ((17,), (1, 9, 7), (1,) * 17)]
-    videos += [write((1,) * 17, first) for first in (7, 16, 17, 18)]
-    assert order[-18:] == 17 * ["frames"] + ["sound"]
-    assert len({*videos, *(write_without_poll() for _ in range(3))}) == 1
+# --- commands -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ready", [False, True])
-def test_encoded_pictures_are_written_as_soon_as_their_sound_is_there(tmp_path, ready):
-    noise, sizes = torch.Generator().manual_seed(0), []
-
-    def chunks():
-        for _ in range(12):
-            yield torch.randint(256, (12, 64, 96, 3), generator=noise, dtype=torch.uint8)
-            (unfinished,) = tmp_path.iterdir()
-            sizes.append(unfinished.stat().st_size)
-
-    write_video(tmp_path / "out.mp4", chunks(), 24.0, lambda: sine(6 * 48000), 48000, lambda: ready)
-    whole = (tmp_path / "out.mp4").stat().st_size
-    # x264 looks some 50 frames ahead, of 144.
-    assert (sizes[-1] > whole / 3) == ready and (sizes[-1] < whole / 100) != ready
+def take_retake(path):
+    size = video_size(path, "--video-path")
+    encode_inputs.check(make_job("", size, retake=Retake(path, 0.1, 0.3)))
 
 
-@pytest.mark.parametrize("error", [ZeroDivisionError, AttributeError])
-def test_an_error_while_a_video_is_written_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, error):
-    path = tmp_path / "out.mp4"
-    path.write_bytes(b"an earlier result")
-    if error is AttributeError:  # by then the pictures are encoded: a partial file exists
-        monkeypatch.setattr("av.AudioFrame", None)
-
-    def chunks():
-        yield clip(3)
-        if error is ZeroDivisionError:
-            raise error
-
-    with pytest.raises(error):
-        write_video(path, chunks(), 24.0, lambda: sine(100), 48000)
-    assert path.read_bytes() == b"an earlier result" and list(tmp_path.iterdir()) == [path]
+def take_reference(path):
+    footage(path, "--video-conditioning")
 
 
-RATES = {24: 24, 5.0: 5, 12.5: Fraction(25, 2), 23.9: Fraction(239, 10), 29.97: Fraction(30000, 1001)}
-RATES |= {23.976: Fraction(24000, 1001), 23.98: Fraction(24000, 1001), 59.94: Fraction(60000, 1001)}
-RATES |= {30000 / 1001: Fraction(30000, 1001)}
+def take_extended(path):
+    video_size(path, "--video-path", extends=True)
 
 
-@pytest.mark.parametrize("rate, exact", RATES.items())
-def test_a_broadcast_frame_rate_is_exact(rate, exact):
-    assert exact_frame_rate(rate) == exact
+def take_sound(path):
+    encode_inputs.check(make_job("", Size(64, 96, 17, 24.0), sound=SoundCondition(path)))
 
 
-def test_frames_are_written_as_lossless_pictures_without_those_of_a_longer_run(tmp_path):
-    folder = tmp_path / "new" / "frames"
-    assert [len(chunk) for chunk in write_frames(folder, clip(5).split(2))] == [2, 2, 1]
-    (folder / "notes.txt").write_text("kept")
-    list(write_frames(folder, [clip(3)]))
-    assert sorted(os.listdir(folder)) == ["frame_00000.png", "frame_00001.png", "frame_00002.png", "notes.txt"]
-    assert np.array_equal(np.array(Image.open(folder / "frame_00002.png")), clip(3)[2].numpy())
+def take_voice(path):
+    encode_inputs.read_reference_audio(path, None)
 
 
-def test_an_output_path_must_be_an_mp4_that_can_be_written(tmp_path, monkeypatch):
-    check_output_path(tmp_path / "out.mp4")
-    check_output_path(tmp_path / "new" / "folder" / "OUT.MP4")
-    assert list(tmp_path.iterdir()) == []
-    (tmp_path / "folder.mp4").mkdir()
-    (tmp_path / "file").touch(0o755)
-    for path, message in [
-        ("", "is a folder; type --output-path video.mp4"),
-        (tmp_path / "out.avi", "MP4"),
-        (tmp_path / "folder.mp4", "is a folder"),
-        (tmp_path / "file" / "out.mp4", "not a folder you may write to"),
-    ]:
-        with pytest.raises(UserError, match=message):
-            check_output_path(path)
-    # Root may write everywhere, so a folder without permission is played.
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    with pytest.raises(UserError, match="not a folder you may write to.*--output-path"):
-        check_output_path(tmp_path / "out.mp4")
+def phone(number: int) -> float:
+    """Frames that last longer in the dark: before the flash, and after it."""
+    return number / RATE if number < 8 else 8 / RATE + (number - 8) / 12
+
+
+def cut_off(path):
+    """The beginning of a clip whose header comes first."""
+    write_clip(path, container={"movflags": "+faststart"}, codec=None, sides=(256, 256))
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) * 9 // 10])
+
+
+def sound_alone(path, rate=48000, channels=2, layout="stereo"):
+    stored = (noise_with_click(rate, 1.375, 2 / 3, channels) * 2**15).astype(np.int16)
+    write_sound(path, stored.T.reshape(1, -1).copy(), rate, "pcm_s16le", layout, "s16")
+
+
+clip, surround = partial(write_clip, sides=(70, 96)), partial(sound_alone, channels=6, layout="5.1")
+# The file's name, how it is made, who takes it, and a part of the message.
+PROVOKING = [
+    ("dark.mp4", partial(write_clip, times=phone), take_reference, "variable frame rate"),
+    ("dark.mkv", partial(write_clip, times=phone), take_extended, "variable frame rate"),
+    ("tall.mp4", partial(write_clip, sides=(142, 90)), take_extended, "33 frames of 142x90"),
+    ("mute.mp4", partial(write_clip, sides=(30, 50), codec=None), take_retake, "33 frames of 30x50"),
+    ("late picture.mp4", partial(write_clip, frames=39, times=from_(0.25), seconds=2.5), take_retake, "39 frames"),
+    ("gap.mkv", partial(clip, moved=GAP, codec="libopus"), take_retake, "70x96"),
+    ("stream.ts", partial(clip, frames=39, codec="mp2"), take_retake, "39 frames of 70x96"),
+    ("cut.mp4", cut_off, take_retake, "is cut off"),
+    (
+        "selfie.mp4",
+        lambda path: turned(write_clip(path, 39, (142, 90), phone, layout="5.1", seconds=3.0), MIRROR),
+        take_retake,
+        "variable frame rate.*mirrored.*of 142x90",
+    ),
+    ("surround.mp4", partial(write_clip, layout="5.1", sound_at=0.25), take_sound, "6 channels"),
+    ("surround.wav", surround, take_voice, "6 channels"),
+    ("odd.wav", partial(sound_alone, rate=44999), take_sound, "44999 samples"),
+    ("odd.mkv", partial(write_clip, codec="flac", rate=44999), take_retake, "44999 samples"),
+    ('-it\'s a "clip": 100%.mp4', clip, take_retake, "of 70x96"),
+]
+
+
+@runs("host/media.py:ffmpeg: ffmpeg")
+@pytest.mark.parametrize("name, make, take, message", PROVOKING, ids=[row[0] for row in PROVOKING])
+def test_what_a_printed_command_makes_is_taken_with_flash_and_click_together(
+    tmp_path, monkeypatch, name, make, take, message
+):
+    monkeypatch.chdir(tmp_path)  # the user's folder
+    path = tmp_path / name
+    make(path)
+    with pytest.raises(UserError, match=f"(?s){message}.*\nType: ffmpeg ") as refused:
+        take(name if name.startswith("-") else path)
+    converted = run_printed(str(refused.value), tmp_path)
+    take(converted)
+    sound = read_sound(converted, "")
+    if path.suffix == ".wav":
+        assert sound.rate == 48000 and click_of(sound) == pytest.approx(2 / 3, abs=TOGETHER)
+        return
+    before, after = seen(path), seen(converted)
+    if before.click is not None:
+        apart = TOGETHER + (1 / 24 if "variable" in message else 0)
+        assert after.click - after.flash == pytest.approx(before.click - before.flash, abs=apart)
+        rate = footage(converted, "").frame_rate
+        read_apart = click_of(sound) - flash_of(converted) / rate
+        assert read_apart == pytest.approx(after.click - after.flash, abs=TOGETHER)
+        if "--video-path" in str(refused.value) and "-frames:v" in str(refused.value):
+            assert sound.samples.shape[1] / sound.rate < after.frames / rate + 0.1  # cut as well
+    assert after.box[0] == pytest.approx(after.box[1], rel=0.1)  # nothing is stretched
+    assert after.left == ("mirrored" not in message)
+    if name == "tall.mp4":  # cropped, and as good as the file's
+        frame, old = (next(first_frames(file, "")).astype(int) for file in (converted, path))
+        assert np.abs(frame - old[7:-7, 13:-13]).mean() < 2
+
+
+def test_a_command_names_its_files_so_that_ffmpeg_takes_them_and_replaces_none(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("b-x.mp4", "b-2-x.mp4"):
+        (tmp_path / name).touch()
+    for name, read, converted in (
+        ("a b.mp4", "a b.mp4", "a b-x.mp4"),
+        ("b.mp4", "b.mp4", "b-3-x.mp4"),
+        ("-a.mp4", "./-a.mp4", "./-a-x.mp4"),
+        ("12:30.mp4", "./12:30.mp4", "./12:30-x.mp4"),
+        ("/films/a.mp4", "/films/a.mp4", "a-x.mp4"),
+    ):
+        words = shlex.split(ffmpeg(name, "x.mp4"))
+        assert (words[2], words[-1]) == (read, converted)

@@ -1,7 +1,8 @@
-"""Mel decoder and vocoder on the host against ltx-core's, and spans of time against the whole."""
+"""Mel decoder and vocoder against ltx-core's, on the host and in the ranks' graphs, whole and in spans of time."""
 
 import json
 import math
+import re
 import time
 
 import pytest
@@ -81,7 +82,7 @@ def latent(frames: int) -> torch.Tensor:
 
 # Short ones have one span of a graph, long ones many; 150 has windows of its own where they are cut
 # short.
-@pytest.mark.parametrize("rows", [1, 3, 30, 150])
+@pytest.mark.parametrize("rows", [1, 30, 150])
 def test_a_waveform_that_is_not_clipped_equals_ltx_cores(vocoders, rows, monkeypatch):
     monkeypatch.setattr(sound, "WINDOW", 140)
     theirs, ours = vocoders
@@ -93,13 +94,16 @@ def test_a_waveform_that_is_not_clipped_equals_ltx_cores(vocoders, rows, monkeyp
     assert rel(got, expected) < ROUNDING
 
 
-@pytest.mark.parametrize("frames", [1, 2, 9, 61])
+@pytest.mark.parametrize("frames", [1, 9, 61])
 def test_a_spectrogram_equals_ltx_cores(decoders, frames, monkeypatch):
     monkeypatch.setattr(sound, "WINDOW", 4 * 45)
     theirs, ours = decoders
     expected, got = theirs(latent(frames)), ours(latent(frames))
     assert got.shape == expected.shape == (1, 2, 4 * frames - 3, 64)
     assert rel(got, expected) < 3e-6
+    broken = latent(frames)
+    broken[0, 0, 0, 0] = torch.nan
+    assert not ours(broken).isfinite().all()
 
 
 @KERNELS
@@ -112,7 +116,7 @@ def test_spans_of_graphs_are_seamless(vocoders, decoders, monkeypatch, work, mos
     assert rel(decoders[1](latent(50)), expected[1]) < 3e-6
 
 
-@pytest.mark.parametrize("length", [1, 59, 60, 61, 99, 1000])
+@pytest.mark.parametrize("length", [1, 60, 61, 1000])
 @pytest.mark.parametrize("reach", [(0, 0), (33, 0), (20, 17)])
 def test_spans_cover_a_length_without_gaps_and_read_what_they_depend_on(length, reach):
     spans = sound.cut(length, 60, reach)
@@ -133,42 +137,9 @@ def test_the_released_models_reach_and_graphs():
     assert len(waveform_program(vocoder_config(config), 208).graphs) == 15
 
 
-@KERNELS
-def test_nothing_beyond_the_reach_changes_a_sample(vocoders, decoders, config):
-    """In what was computed at once."""
-    for (model, _), reach, given, scale in (
-        (vocoders, vocoder_config(config).reach, mel(160), 480),
-        (decoders, audio_decoder_config(config).reach, latent(60), 4),
-    ):
-        model, changed = model.double(), given.double()
-        before = model(changed)
-        middle = given.shape[2] // 2
-        changed[:, :, middle] += 5
-        different = (model(changed) - before).abs().flatten(0, 1).amax(0)
-        different = (different.flatten(1).amax(1) if different.ndim > 1 else different) > 1e-12
-        rows = different.nonzero().flatten() / scale
-        assert middle - reach[1] - 1 <= rows.min() and rows.max() <= middle + reach[0] + 1
-        model.float()
-
-
-@KERNELS
-def test_every_field_has_the_shape_that_is_promised(config, vocoders, decoders):
-    for program, given in (
-        (spectrogram_program(audio_decoder_config(config), 3), {"span_latent": latent(3)}),
-        (
-            waveform_program(vocoder_config(config), 5),
-            {"span_mel": mel(5), "resampling": resampling_filters(vocoder_config(config))},
-        ),
-    ):
-        weights = {name: randn(*shape) for name, shape in program.weights().items()}
-        for name, value in run_program(program, weights, given).items():
-            field = program.fields[name]
-            assert (tuple(value.shape), value.dtype) == (field.shape, field.dtype), name
-
-
 class InRange(TorchDispatchMode):
-    """Refuses what the sine and the square root of Trainium2 do not evaluate rightly. `turns`: the
-    most half turns that were taken off an angle."""
+    """Refuses what the sine and the square root of Trainium2 do not evaluate rightly. `turns`: the most half turns
+    that were taken off an angle."""
 
     def __init__(self):
         super().__init__()
@@ -243,13 +214,6 @@ def test_the_number_of_threads_does_not_change_the_bits(vocoders, decoders):
     assert all(torch.equal(*both) for both in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
-def test_what_is_not_finite_stays_visible_in_a_mel_spectrogram(decoders, broken):
-    given = latent(3)
-    given[0, 0, 0, 0] = broken
-    assert not decoders[1](given).isfinite().all()
-
-
 def test_a_decode_of_minutes_of_sound_is_cancelled_within_a_graph(vocoders):
     with Background() as thread:
         future = thread.submit(vocoders[1], mel(20_000))
@@ -261,28 +225,28 @@ def test_a_decode_of_minutes_of_sound_is_cancelled_within_a_graph(vocoders):
         future.result()
 
 
-UNLIKE_RELEASED = {
-    "vocoder.use_tanh_at_final is True": {"vocoder": {"use_tanh_at_final": True}},
-    "vocoder.bwe.resblock is '1'": {"bwe": {"resblock": "1"}},
-    "[12, 4, 4": {"vocoder": {"upsample_kernel_sizes": [12, 4, 4, 4, 4, 4]}},
-    "The vocoder's levels do not fit": {"bwe": {"hop_length": 90}},
-    "The vocoder's rates do not fit": {"bwe": {"upsample_rates": [6, 5, 2, 2, 4]}},
-    "does not fit the released vocoder": {"bwe": None},
-    "audio_vae.norm_type is 'group'": {"norm_type": "group"},
-    "audio_vae.causality_axis is 'none'": {"causality_axis": "none"},
-    "audio_vae.attn_resolutions is [16]": {"attn_resolutions": [16]},
-    "audio_vae.ch_mult": {"ch_mult": [1, 2]},
-    "audio_vae.ch is 128": {"mel_bins": 96},
-    "does not fit the released audio_vae": {"num_res_blocks": "2"},
-}
+# The vocoder's config with a change, and a part of the message
+UNLIKE_VOCODER = [
+    ({"vocoder": {"use_tanh_at_final": True}}, "vocoder.use_tanh_at_final is True"),
+    ({"bwe": {"resblock": "1"}}, "vocoder.bwe.resblock is '1'"),
+    ({"vocoder": {"upsample_kernel_sizes": [12, 4, 4, 4, 4, 4]}}, "[12, 4, 4"),
+    ({"bwe": {"hop_length": 90}}, "rates, upsamplings and hop do not fit"),
+    ({"bwe": {"upsample_rates": [6, 5, 2, 2, 4]}}, "rates, upsamplings and hop do not fit"),
+    ({"bwe": None}, "does not fit the released vocoder"),
+]
+UNLIKE_DECODER = [
+    ({"norm_type": "group"}, "audio_vae.norm_type is 'group'"),
+    ({"causality_axis": "none"}, "audio_vae.causality_axis is 'none'"),
+    ({"attn_resolutions": [16]}, "audio_vae.attn_resolutions is [16]"),
+    ({"ch_mult": [1, 2]}, "audio_vae.ch_mult"),
+    ({"mel_bins": 96}, "audio_vae.ch is 128"),
+    ({"num_res_blocks": "2"}, "does not fit the released audio_vae"),
+]
 
 
-@pytest.mark.parametrize("message", UNLIKE_RELEASED)
-def test_a_model_unlike_the_released_one_is_refused_by_what_differs(message):
-    change = UNLIKE_RELEASED[message]
-    with pytest.raises(UserError, match="leave out sound_on_ranks=true") as error:
-        if {"vocoder", "bwe"} & change.keys():
+@pytest.mark.parametrize(("change", "message"), [*UNLIKE_VOCODER, *UNLIKE_DECODER])
+def test_a_model_unlike_the_released_one_is_refused_by_what_differs(change, message):
+    with pytest.raises(UserError, match=f"(?s)(?=.*{re.escape(message)}).*leave out sound_on_ranks=true"):
+        if (change, message) in UNLIKE_VOCODER:
             vocoder_config(narrow_config(vocoder=change))
-        else:
-            audio_decoder_config(narrow_config(audio_vae={"model": {"params": {"ddconfig": change}}}))
-    assert message.removeprefix("The vocoder's levels ").removeprefix("The vocoder's rates ") in str(error.value)
+        audio_decoder_config(narrow_config(audio_vae={"model": {"params": {"ddconfig": change}}}))

@@ -1,5 +1,4 @@
-"""The counted peaks of a decode and of an encoding, by the length of a video and its tiles. Against
-a process that does it they are tested in slow."""
+"""The counted peaks of a decode and an encoding, by a video's length and tiles; test/slow measures them."""
 
 import dataclasses
 

@@ -20,7 +20,7 @@ from ltx_neuron.config.video import video_encoder_config
 from ltx_neuron.errors import UserError
 from ltx_neuron.models.programs import cut_graphs, encoder_program, with_convolution
 
-TILES = [(1, 1, 1), (2, 3, 1), (3, 2, 5)]  # latents
+TILES = [(1, 1, 1), (3, 2, 3)]  # latents
 
 
 def config_of(**changes):
@@ -52,6 +52,8 @@ def test_latents_equal_ltx_cores(tile, form):
             ours, theirs = (x.select(axis, end) for x in (values["tile_latent"], expected))
             assert rel(ours, theirs) < 1e-5, (axis, end)
     assert values["finite"].shape == (1,) and values["finite"].isfinite()
+    clip[0, 1, 0, 5, -20] = torch.nan
+    assert not encode(encoder.state_dict(), clip, form)["finite"].isfinite()
 
 
 @pytest.mark.parametrize("frames", [1, 3])
@@ -64,31 +66,14 @@ def test_another_order_of_blocks_is_followed_and_a_stages_blocks_share_a_graph(f
     assert cut_graphs(program.runs) == {"residual_1"}
 
 
-def test_every_field_has_the_shape_that_is_promised():
-    program = encoder_program(config_of(), (9, 96, 32), torch.bfloat16)
-    weights = {name: randn(*shape).bfloat16() for name, shape in program.weights().items()}
-    values = run_program(program, weights, {"tile_pixels": pixels(2, 3, 1).bfloat16()})
-    for name, value in values.items():
-        field = program.fields[name]
-        assert (tuple(value.shape), value.dtype) == (field.shape, field.dtype), name
-
-
-@pytest.mark.parametrize("size", TILES[1:], ids=str)
-def test_bfloat16_is_no_further_from_float32_than_ltx_cores_bfloat16(size):
-    encoder, clip = ltx_encoder().bfloat16(), pixels(*size)
+def test_bfloat16_is_no_further_from_float32_than_ltx_cores_bfloat16():
+    encoder, clip = ltx_encoder().bfloat16(), pixels(2, 3, 1)
     weights = {name: tensor.clone() for name, tensor in encoder.state_dict().items()}
     theirs = encoder(clip.bfloat16())
     exact = encoder.float()(clip)
     ours = encode(weights, clip.bfloat16())["tile_latent"]
     assert ours.dtype == torch.bfloat16
     assert rel(ours.float(), exact) <= rel(theirs.float(), exact)
-
-
-@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
-def test_a_broken_pixel_shows_in_finite(broken):
-    encoder, clip = ltx_encoder(), pixels(1, 1, 2)
-    clip[0, 1, 0, 5, 40] = broken
-    assert not encode(encoder.state_dict(), clip)["finite"].isfinite()
 
 
 def test_the_released_encoder_is_eleven_graphs_for_twenty_four_calls():

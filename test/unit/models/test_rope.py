@@ -5,14 +5,14 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import FP32_ROUNDING, SIZES, furthest, randn
+from helpers import FP32_ROUNDING, furthest, made_config, randn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import TinySizes
 from tiny.gemma import gemma_config as tiny_gemma_config
 
 from ltx_neuron.config.gemma import gemma_config
-from ltx_neuron.models.rope import half_rope, rotate, split_rope
+from ltx_neuron.models.rope import Rope, half_rope, rope_tables, rotate, split_rope
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.latent_state import video_state
 from ltx_neuron.sampling.latents import audio_positions, video_positions
@@ -74,44 +74,31 @@ def test_video_tables_have_the_bits_of_ltx_core_with_every_count_of_padding_entr
     assert (first[padding] != 1).any()
 
 
-@pytest.mark.parametrize("sizes", [(16, 4), (48, 8), (2048, 32)])
-def test_audio_tables_have_the_bits_of_ltx_core(sizes):
-    ours = split_rope(audio_positions(26), AUDIO_MAX, *sizes, THETA)
-    assert same_bits(ours, ltx_tables(audio_bounds(26), AUDIO_MAX, *sizes))
+def test_the_tables_of_a_step_have_the_bits_of_ltx_core_and_audio_video_attention_those_of_time_alone():
+    _, config = made_config()
+    tables = rope_tables(config, video_positions(LATENT, FPS), audio_positions(51))
+    video, audio, widths = video_bounds(), audio_bounds(51), (config.video.inner, config.audio.inner)
+    assert widths == (32, 16)
+    for name, bounds, max_pos, width in (
+        ("video", video, VIDEO_MAX, 32),
+        ("audio", audio, AUDIO_MAX, 16),
+        ("video_cross", video[:, :1], AUDIO_MAX, 16),
+        ("audio_cross", audio, AUDIO_MAX, 16),
+    ):
+        assert same_bits(Rope.of(tables, name), ltx_tables(bounds, max_pos, width, 4)), name
 
 
-@pytest.mark.parametrize("stream", ["video", "audio"])
-def test_cross_tables_follow_the_time_axis_alone_with_the_bits_of_ltx_core(stream):
-    positions, bounds = {
-        "video": (video_positions(LATENT, FPS), video_bounds()),
-        "audio": (audio_positions(51), audio_bounds(51)),
-    }[stream]
-    ours = split_rope(positions[:, :1], AUDIO_MAX, 2048, 32, THETA)
-    assert same_bits(ours, ltx_tables(bounds[:, :1], AUDIO_MAX, 2048, 32))
-
-
-@pytest.mark.parametrize("sizes", [(32, 4), (2048, 32)])
-def test_connector_tables_take_whole_positions_with_the_bits_of_ltx_core(sizes):
+def test_connector_tables_take_whole_positions_with_the_bits_of_ltx_core():
     positions = torch.arange(1024, dtype=torch.float32)[None, None]
-    ours = split_rope(positions, CONNECTOR_MAX, *sizes, THETA)
-    assert same_bits(ours, ltx_tables(positions, CONNECTOR_MAX, *sizes, middles=False))
+    ours = split_rope(positions, CONNECTOR_MAX, 2048, 32, THETA)
+    assert same_bits(ours, ltx_tables(positions, CONNECTOR_MAX, 2048, 32, middles=False))
 
 
-def test_each_head_has_its_own_band_so_that_ranks_may_take_heads():
-    whole = split_rope(video_positions(LATENT, FPS), VIDEO_MAX, 96, 4, THETA)
-    flat = split_rope(video_positions(LATENT, FPS), VIDEO_MAX, 96, 1, THETA)
-    for head in range(4):
-        assert torch.equal(whole.cos[:, head], flat.cos[:, 0, :, 12 * head : 12 * (head + 1)])
-    assert furthest(whole.cos[:, 0], whole.cos[:, 1]) > SHOWS
-
-
-@pytest.mark.parametrize("name", SIZES)
-def test_rotation_is_ltx_cores_split_rotation(name):
+def test_rotation_is_ltx_cores_split_rotation():
     from ltx_core.model.transformer.rope import apply_split_rotary_emb
 
-    sizes = SIZES[name]
-    rope = split_rope(video_positions(LATENT, FPS), VIDEO_MAX, sizes.video_inner, sizes.heads, THETA)
-    x = randn(1, sizes.heads, rope.cos.shape[2], sizes.head_dim)
+    rope = split_rope(video_positions(LATENT, FPS), VIDEO_MAX, 80, 8, THETA)
+    x = randn(1, 8, rope.cos.shape[2], 10)
     theirs = apply_split_rotary_emb(x.clone(), *rope)
     assert furthest(rotate(x, rope), theirs) < ROTATION
     assert furthest(x, theirs) > SHOWS
@@ -146,18 +133,12 @@ def test_gemma_tables_are_those_of_transformers_for_either_kind_of_layer(layer_t
     cos, sin = rotary(torch.zeros(1), positions[None])
     assert torch.equal(ours.cos[0], cos[..., : head_dim // 2])
     assert torch.equal(ours.sin[0], sin[..., : head_dim // 2])
-
-
-def test_the_two_kinds_of_gemma_layers_turn_by_other_angles(tiny):
-    gemma = gemma_config(tiny.gemma_root)
-    local = half_rope(torch.arange(1024), gemma.head_dim, gemma.rope_local_base_freq, 1.0)
-    full = half_rope(torch.arange(1024), gemma.head_dim, gemma.rope_theta, gemma.rope_factor)
-    assert (local.cos - full.cos).abs().mean() > SHOWS
+    half, turning = half_rope(positions, head_dim, *base[layer_type], turning=0.5), head_dim // 4
+    assert torch.equal(half.cos[..., :turning], ours.cos[..., :turning]) and (half.sin[..., turning:] == 0).all()
 
 
 def test_positions_stay_fp32_where_ltx_core_1_0_0_rounds_them_to_bf16():
-    """In bf16 44 % of the audio-video cosines are off by more than 0.1: an error of up to 28 ms of
-    sound."""
+    """In bf16 44 % of the audio-video cosines are off by more than 0.1: up to 28 ms of sound."""
     from ltx_core.components.patchifiers import VideoLatentPatchifier
     from ltx_core.tools import VideoLatentTools
     from ltx_core.types import VideoLatentShape
@@ -209,13 +190,3 @@ def test_a_score_depends_on_the_distance_of_its_tokens_alone(query, key, shift):
     last_bits = 4 * THETA * torch.pi / 2 * 2 * FP32_ROUNDING  # of four phases
     products = (TURNED[0].abs() * TURNED[1].abs()).sum(-1)
     assert ((scores[0] - scores[1]).abs() <= 2 * last_bits * products).all()
-
-
-@pytest.mark.parametrize("head_dim", [8, 256])
-def test_gemma_turns_nothing_at_its_first_position_and_less_by_a_larger_factor(head_dim):
-    first = half_rope(torch.tensor([0]), head_dim, THETA, 1.0)
-    assert (first.cos == 1).all() and (first.sin == 0).all()
-    near, far = (half_rope(torch.tensor([n]), head_dim, THETA, factor) for n, factor in ((1, 1.0), (8, 8.0)))
-    assert furthest(near.cos, far.cos) < 4 * FP32_ROUNDING and furthest(near.sin, far.sin) < 4 * FP32_ROUNDING
-    still = half_rope(torch.tensor([7]), head_dim, THETA, 1.0, turning=0.5)
-    assert (still.sin[..., head_dim // 4 :] == 0).all() and (still.sin[..., : head_dim // 4] != 0).all()

@@ -1,12 +1,12 @@
-"""The saved graphs hold what a rank may run and nothing else: counted in the .pt2 files, not in the
-code that made them."""
+"""The saved graphs hold what a rank may run and nothing else: counted in the .pt2 files."""
 
 import hashlib
 import json
+import math
 import zipfile
 from dataclasses import replace
-from fnmatch import fnmatch
 from functools import partial
+from pathlib import Path
 
 import diffusion_vae
 import pytest
@@ -16,19 +16,19 @@ from helpers import Held, furthest, ltx_model, made_config, randn, run_program, 
 from lint import compare_ranks, fx
 from tiny import TinySizes
 from tiny.config import released_config, tiny_config
+from tiny.gemma import gemma_config as tiny_gemma_config
 
 from ltx_neuron.backends import mesh, registry
 from ltx_neuron.backends.export import TorchDistComm, compile_program, fake_process_group, trace
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.config.common import TEXT_TOKENS
-from ltx_neuron.config.gemma import gemma_config
+from ltx_neuron.config.gemma import read_config
 from ltx_neuron.config.profiles import resolve
 from ltx_neuron.config.sound import audio_decoder_config, vocoder_config
 from ltx_neuron.config.transformer import Bucket, transformer_config
 from ltx_neuron.config.video import video_decoder_config
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST
-from ltx_neuron.models import signatures
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import (
     Program,
@@ -62,21 +62,12 @@ CONNECTOR_SUMS, GEMMA_SUMS = 5, 2  # of a layer
 
 
 @pytest.fixture(scope="module")
-def gemma(tmp_path_factory):
-    from tiny.gemma import gemma_config as tiny_gemma_config
-
-    folder = tmp_path_factory.mktemp("gemma")
-    (folder / "config.json").write_text(json.dumps(tiny_gemma_config(TinySizes())))
-    return gemma_config(folder)
-
-
-@pytest.fixture(scope="module")
-def manifests(gemma, tmp_path_factory):
-    """Compiled programs by name. `released` has the full-size blocks: on the meta device they take
-    no memory."""
+def manifests(tmp_path_factory):
+    """Compiled programs by name. `released` has the full-size blocks: on the meta device they take no memory."""
     released, (_, config) = transformer_config(released_config()), made_config(TinySizes(layers=1))
     _, marked = made_config(TinySizes(layers=1), use_keyframes_abs_pos_embedding=True)
     common, sizes = dict(tp=TP, comm=TorchDistComm(TP), dtype=DTYPE), TinySizes()
+    gemma = read_config(tiny_gemma_config(sizes), Path("gemma"))
     # Of the released kinds of stages one each: others differ in their sizes alone.
     whole = diffusion_vae.config_of()
     last_stages = replace(whole, **{name: getattr(whole, name)[-3:] for name in ("channels", "depths", "kernels")})
@@ -137,22 +128,15 @@ def all_reduces(exported) -> list[torch.Tensor]:
     return [values(node)[0] for node in operations(exported) if node.target == reduce]
 
 
-def test_a_released_block_has_eleven_all_reduces_three_flat_statistics_and_eight_activations(graphs):
+def test_a_released_block_has_three_sums_of_flat_statistics_and_eight_of_activations(graphs):
     reduced = all_reduces(graphs["released", "blocks"])
-    assert len(reduced) <= 11
     statistics, activations = ([t for t in reduced if t.ndim == 1], [t for t in reduced if t.ndim != 1])
-    assert (len(statistics), len(activations)) == (STATISTICS, ACTIVATIONS)
     video, audio = BUCKET.video_tokens, BUCKET.audio_tokens
-    assert {t.dtype for t in statistics} == {torch.float32}
-    # One number per query and key: self-attentions, text attentions, audio-video attentions of both
-    # streams
-    assert [t.numel() for t in statistics] == [
-        2 * (video + audio),
-        video + audio + 2 * TEXT_TOKENS,
-        2 * (video + audio),
-    ]
-    assert {t.dtype for t in activations} == {DTYPE}
-    assert [tuple(t.shape) for t in activations] == [(1, video, 4096), (1, audio, 2048)] * 4
+    assert {t.dtype for t in statistics} == {torch.float32} and {t.dtype for t in activations} == {DTYPE}
+    # One number per query and key: self-attentions, text attentions, audio-video attentions of both streams
+    both = 2 * (video + audio)
+    assert [t.numel() for t in statistics] == [both, video + audio + 2 * TEXT_TOKENS, both]
+    assert [tuple(t.shape) for t in activations] == [(1, video, 4096), (1, audio, 2048)] * (ACTIVATIONS // 2)
 
 
 @pytest.mark.parametrize(
@@ -161,9 +145,7 @@ def test_a_released_block_has_eleven_all_reduces_three_flat_statistics_and_eight
         ("released", "head", 0),
         ("released", "tail", 0),
         ("whole step", "step", STATISTICS + ACTIVATIONS),
-        ("guided", "head", 0),
         ("guided", "blocks", STATISTICS + ACTIVATIONS),
-        ("guided", "tail", 0),
         ("guided", "guide", 0),
         ("gemma3", "gemma3", 4 * GEMMA_SUMS),
         ("connectors", "connectors", 2 * CONNECTOR_SUMS),
@@ -174,58 +156,32 @@ def test_other_graphs_have_as_many_all_reduces_as_their_layers_and_no_more(graph
 
 
 def test_lint_finds_nothing_in_the_graphs_that_the_ranks_read(graphs):
+    used = set()
     for (program, name), exported in graphs.items():
         assert fx.check_fx(exported, mesh.groups(CONTEXT, TP), f"{program} {name}") == []
-
-
-def test_every_operation_that_lint_allows_in_an_exported_graph_is_needed(graphs):
-    used = {str(node.target) for exported in graphs.values() for node in operations(exported)}
-    sums = {*COLLECTIVES, fx.WAIT}
-    assert used == fx.EXPORTED | sums
-
-
-def test_integers_are_the_steps_alone(graphs):
-    for where, exported in graphs.items():
+        used |= {str(node.target) for node in operations(exported)}
         integers = {node.name for node in exported.graph.nodes for v in values(node) if v.dtype == torch.int32}
-        assert integers <= {"step", "step_numbers"}, where
+        assert integers <= {"step", "step_numbers"}, (program, name)
+    assert used == fx.EXPORTED | COLLECTIVES | {fx.WAIT}  # every operation that lint allows is needed
 
 
-def test_graphs_take_parameters_and_named_inputs_and_hold_nothing(graphs, manifests):
+def test_graphs_hold_nothing_and_their_inputs_and_outputs_are_those_of_their_fields(graphs, manifests):
     kinds = torch.export.graph_signature.InputKind
-    for (program, name), exported in graphs.items():
-        described = manifests[program][0].graphs[name]
-        specs = exported.graph_signature.input_specs
-        parameters = [spec.target.removeprefix("module.") for spec in specs if spec.kind == kinds.PARAMETER]
-        inputs = [spec.arg.name for spec in specs if spec.kind == kinds.USER_INPUT]
-        assert len(parameters) + len(inputs) == len(specs)  # no buffer, no constant
-        assert (parameters, inputs) == (list(described["parameters"]), described["inputs"])
-        assert not exported.constants
-        assert len(exported.graph_signature.output_specs) == len(described["outputs"])
-
-
-def test_inputs_and_outputs_have_the_shapes_and_dtypes_of_their_fields(graphs, manifests):
     for (program, name), exported in graphs.items():
         manifest = manifests[program][0]
         described, nodes = manifest.graphs[name], exported.graph.nodes
+        specs = exported.graph_signature.input_specs
+        parameters = [spec.target.removeprefix("module.") for spec in specs if spec.kind == kinds.PARAMETER]
+        inputs = [spec.arg.name for spec in specs if spec.kind == kinds.USER_INPUT]
+        assert (parameters, inputs) == (list(described["parameters"]), described["inputs"])
+        assert len(parameters) + len(inputs) == len(specs) and not exported.constants  # no buffer
         named = {node.name: node for node in nodes if node.op == "placeholder"}
         (output,) = (node for node in nodes if node.op == "output")
         pairs = [(field, named[field]) for field in described["inputs"]]
         pairs += zip(described["outputs"], output.args[0], strict=True)
         for field, node in pairs:
             (value,), wanted = values(node), manifest.fields[field]
-            got = tuple(value.shape), value.dtype
-            assert got == (wanted.shape, wanted.dtype), (program, name, field)
-
-
-def test_every_field_has_its_meaning_in_the_modules_table(manifests):
-    starts = [line[2:28].strip(" ,") for line in signatures.__doc__.splitlines() if line[:2] == "  "]
-    tables = (signatures.DIT, signatures.GEMMA, signatures.CONNECTORS)
-    rows = [line for table in tables for line in table.splitlines() if line.count("  ")]
-    starts += [row[:26].strip() for row in rows]
-    patterns = [pattern for start in starts if start for pattern in start.split(", ")]
-    fields = {field for manifest, _ in manifests.values() for field in manifest.fields}
-    assert {f for f in fields if not any(fnmatch(f, pattern) for pattern in patterns)} == set()
-    assert {pattern for pattern in patterns if not any(fnmatch(f, pattern) for f in fields)} == set()
+            assert (tuple(value.shape), value.dtype) == (wanted.shape, wanted.dtype), (program, name, field)
 
 
 class Reader(torch.nn.Module):
@@ -237,49 +193,34 @@ class Reader(torch.nn.Module):
         return {"state": state if more is None else torch.cat([state, more])}
 
 
-def test_a_graph_takes_the_fields_that_its_module_reads_and_the_program_has_no_others():
+def test_a_graph_takes_the_fields_that_its_module_reads_and_returns_a_state_in_its_shape():
     state = Field((2, 3), DTYPE)
     program = Program({"reader": Reader()}, {}, {"unread": state, "state": state}, {}, DTYPE)
     assert program.graphs["reader"][1:] == (("state",), ("state",))
     assert program.fields == {"state": state}
-
-
-def test_a_graph_that_returns_a_state_of_another_shape_is_refused():
-    state = Field((2, 3), DTYPE)
     program = Program({"reader": Reader()}, {}, {"state": state, "more": state}, {}, DTYPE)
     with pytest.raises(ValueError, match=r"reader returns state as .*\(4, 3\).* wanted .*\(2, 3\)"):
         program.fields  # noqa: B018 - derived when it is read
 
 
-def test_no_input_holds_modulation_per_token(manifests):
-    """AdaLN rows of every token would be tokens x 9 x width: gigabytes. The largest inputs are as
-    wide as a stream."""
-    config, more = transformer_config(released_config()), 1000
-    for streams in ({"video_tokens": more}, {"audio_tokens": more}):
-        longer = Bucket(**(BUCKET.__dict__ | {name: getattr(BUCKET, name) + count for name, count in streams.items()}))
-        before, after = (
-            dit_program(config, bucket, TP, TorchDistComm(TP), DTYPE, 1).fields for bucket in (BUCKET, longer)
-        )
-        slopes = {
-            name: (torch.Size(after[name].shape).numel() - torch.Size(field.shape).numel()) / more
-            for name, field in before.items()
-        }
-        taken = {i for name in ("head", "blocks", "tail") for i in manifests["released"][0].graphs[name]["inputs"]}
-        assert max(slopes[name] for name in taken) == (4096 if "video_tokens" in streams else 2048)
-        assert slopes["video_modulation"] == slopes["audio_modulation"] == slopes["video_context"] == 0
-
-
-def graph_text(rank):
-    """The text of the block graph, traced as a rank."""
-    with fake_process_group(TP, rank=rank):
-        program = dit_program(made_config()[1], BUCKET, TP, TorchDistComm(TP), DTYPE, blocks_per_graph=1)
-        return fx.text(trace(program, "blocks", DTYPE))
+def test_no_input_of_a_released_step_holds_modulation_per_token():
+    """AdaLN rows of every token would be gigabytes. The largest inputs are as wide as a stream."""
+    config = transformer_config(released_config())
+    for stream, width in (("video_tokens", 4096), ("audio_tokens", 2048)):
+        longer = replace(BUCKET, **{stream: getattr(BUCKET, stream) + 1000})
+        programs = [dit_program(config, bucket, TP, TorchDistComm(TP), DTYPE, 1) for bucket in (BUCKET, longer)]
+        taken = {name for graph in programs[0].graphs.values() for name in graph.inputs}
+        before, after = ({name: math.prod(program.fields[name].shape) for name in taken} for program in programs)
+        assert max((after[name] - before[name]) / 1000 for name in taken) == width
 
 
 def test_every_rank_traces_the_same_graph():
-    texts = {rank: graph_text(rank) for rank in (0, TP - 1)}
-    assert "all_reduce" in texts[0]
-    assert compare_ranks("blocks", texts) == []
+    texts = {}
+    for rank in (0, TP - 1):
+        with fake_process_group(TP, rank=rank):
+            program = dit_program(made_config()[1], BUCKET, TP, TorchDistComm(TP), DTYPE, blocks_per_graph=1)
+            texts[rank] = fx.text(trace(program, "blocks", DTYPE))
+    assert "all_reduce" in texts[0] and compare_ranks("blocks", texts) == []
 
 
 def test_files_hold_no_pickle_and_no_weights_and_tell_nothing_of_where_they_were_made(manifests):
@@ -287,37 +228,28 @@ def test_files_hold_no_pickle_and_no_weights_and_tell_nothing_of_where_they_were
         for described in manifest.graphs.values():
             with zipfile.ZipFile(manifest.folder / described["file"]) as archive:
                 content = {m.filename: archive.read(m) for m in archive.infolist()}
-            filled = [name for name, data in content.items() if data]
-            assert [n for n in filled if n.endswith((".pt", ".pkl", ".pickle"))] == []
-            data = [n for n in filled if "/weights/" in n or "/constants/" in n]
-            assert [name for name in data if not name.endswith(".json")] == []
-            # Every binary pickle begins so.
-            assert [name for name in filled if content[name][:1] == b"\x80"] == []
+            for name, data in content.items():
+                weights = ("/weights/" in name or "/constants/" in name) and not name.endswith(".json")
+                pickled = name.endswith((".pt", ".pkl", ".pickle")) or data[:1] == b"\x80"
+                assert not (data and (weights or pickled)), name
             text = b"".join(content.values())
-            for told in (b"site-packages", b"dit.py", str(manifest.folder).encode()):
-                assert told not in text
+            for secret in (b"site-packages", b"dit.py", str(manifest.folder).encode()):
+                assert secret not in text
 
 
-def test_a_file_with_a_pickle_inside_is_refused(manifests, tmp_path):
+def test_a_file_with_a_pickle_inside_or_that_its_manifest_does_not_describe_is_refused(manifests, tmp_path):
     source, _ = manifests["connectors"]
     content = json.loads((source.folder / MANIFEST).read_text())
     file = tmp_path / content["graphs"]["connectors"]["file"]
     file.write_bytes((source.folder / file.name).read_bytes())
     with zipfile.ZipFile(file, "a") as archive:
         archive.writestr("connectors/data/sample_inputs/other.pt", b"\x80\x02.")
+    (tmp_path / MANIFEST).write_text(json.dumps(content))
+    with pytest.raises(UserError, match="not the graph its manifest describes"):
+        Manifest(tmp_path).load("connectors")
     content["graphs"]["connectors"]["sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
     (tmp_path / MANIFEST).write_text(json.dumps(content))
     with pytest.raises(UserError, match="holds pickled data"):
-        Manifest(tmp_path).load("connectors")
-
-
-def test_a_file_that_its_manifest_does_not_describe_is_refused(manifests, tmp_path):
-    source, _ = manifests["connectors"]
-    for path in source.folder.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    with open(tmp_path / "connectors.pt2", "ab") as file:
-        file.write(b"\0")
-    with pytest.raises(UserError, match="not the graph its manifest describes"):
         Manifest(tmp_path).load("connectors")
 
 
@@ -330,6 +262,7 @@ def test_a_manifest_reads_back_as_the_program_it_was_written_for(manifests):
             described = manifest.graphs[graph]
             assert (tuple(described["inputs"]), tuple(described["outputs"])) == (inputs, outputs)
             assert described["parameters"] == {n: list(p.shape) for n, p in module.named_parameters()}
+        assert name != "guided" or manifest.weights() == manifests["whole step"][0].weights()  # one set of rank files
         assert manifest.weights() == {
             weight_name(parameter, first): tuple(tensor.shape)
             for calls in program.runs.values()
@@ -341,23 +274,13 @@ def test_a_manifest_reads_back_as_the_program_it_was_written_for(manifests):
 def test_the_costs_of_a_run_are_those_of_its_calls(manifests):
     manifest, _ = manifests["released"]
     head, blocks, tail = (manifest.graphs[name]["cost"] for name in ("head", "blocks", "tail"))
-    config = transformer_config(released_config())
-    video, audio = (BUCKET.video_tokens * config.video.inner, BUCKET.audio_tokens * config.audio.inner)
-    assert head["flops"] == tail["flops"] == 2 * 128 * (video + audio)
+    tokens = BUCKET.video_tokens + BUCKET.audio_tokens
+    widths = BUCKET.video_tokens * 4096 + BUCKET.audio_tokens * 2048
+    assert head["flops"] == tail["flops"] == 2 * 128 * widths
     cost = manifest.cost()
     assert cost["collectives"] == 48 * (STATISTICS + ACTIVATIONS)
     assert cost["flops"] == head["flops"] + 48 * blocks["flops"] + tail["flops"]
-    statistics = (
-        6 * (BUCKET.video_tokens + BUCKET.audio_tokens) - BUCKET.video_tokens - BUCKET.audio_tokens + 2 * TEXT_TOKENS
-    )
-    assert blocks["collective_bytes"] == 4 * statistics + 2 * 4 * (video + audio)
-
-
-def test_two_buckets_share_every_weight(manifests):
-    """Whatever their tokens, timesteps, cut and guidance: one set of rank files serves them all."""
-    step, guided = (manifests[name][0] for name in ("whole step", "guided"))
-    assert step.fields["video_latent"] != guided.fields["video_latent"]
-    assert step.weights() == guided.weights() != {}
+    assert blocks["collective_bytes"] == 4 * (5 * tokens + 2 * TEXT_TOKENS) + 2 * 4 * widths
 
 
 class Planted(torch.nn.Module):
@@ -383,45 +306,35 @@ def test_a_graph_that_makes_a_tensor_of_its_own_is_refused(make, tmp_path):
     assert not (tmp_path / MANIFEST).exists()
 
 
-@pytest.fixture(scope="module")
-def step():
-    """A model of two blocks, its weights, the inputs of a step with held tokens, and the step
-    without any tracing."""
+# Blocks per graph (0: the whole step) and the calls of a run
+@pytest.mark.parametrize(("cut", "calls"), [(0, 1), (1, 4)])
+def test_every_cut_of_the_step_gives_the_same_bits_when_run_from_its_files(cut, calls, tmp_path):
+    """With held tokens, of a model of two blocks; the step without any tracing is the whole one."""
     content, config = made_config(TinySizes(layers=2))
-    weights = ltx_model(content).state_dict()
-    mask = torch.ones(24, 1)
+    weights, mask = ltx_model(content).state_dict(), torch.ones(24, 1)
     mask[:8] = 0
     held = Held(mask, randn(1, 24, 128, seed=9), torch.tensor([1.0, 0.0]), torch.cat([mask, 1 - mask], dim=1))
     positions = video_positions((3, 2, 4), 24.0)
     inputs = step_inputs(config, weights, STAGE_2_SIGMAS, positions, BUCKET.audio_tokens, held, max_steps=8)
     inputs |= step_number(1)
     plain = run_program(dit_program(config, BUCKET, 1, SingleRank(), torch.float32, 0), weights, inputs)
-    return config, weights, inputs, plain
-
-
-# Blocks per graph (0: the whole step) and the calls of a run
-@pytest.mark.parametrize(("cut", "calls"), [(0, 1), (1, 4)])
-def test_every_cut_of_the_step_gives_the_same_bits_when_run_from_its_files(step, cut, calls, tmp_path):
-    config, weights, inputs, plain = step
     with fake_process_group(1):
         program = dit_program(config, BUCKET, 1, TorchDistComm(1), torch.float32, cut)
         compile_program(program, tmp_path, {}, torch.float32)
-    manifest = Manifest(tmp_path)
-    loaded = {name: manifest.load(name).graph_module for name in manifest.graphs}
+    manifest, outputs = Manifest(tmp_path), inputs
     assert len(manifest.runs["main"]) == calls
-    values = inputs
     with torch.no_grad():
         for name, first in manifest.runs["main"]:
             described = manifest.graphs[name]
             mine = [weights[weight_name(parameter, first)] for parameter in described["parameters"]]
-            outputs = loaded[name](*mine, *(values[field] for field in described["inputs"]))
-            values = values | dict(zip(described["outputs"], outputs, strict=True))
+            results = manifest.load(name).graph_module(*mine, *(outputs[field] for field in described["inputs"]))
+            outputs = outputs | dict(zip(described["outputs"], results, strict=True))
     for name in ("video_latent", "audio_latent"):
-        assert torch.equal(values[name], plain[name])
-        assert furthest(values[name], inputs[name]) > 0
+        assert torch.equal(outputs[name], plain[name])
+        assert furthest(outputs[name], inputs[name]) > 0
 
 
-@pytest.mark.parametrize(("wanted", "calls"), [(1, 4), (2, 2), (3, 2), (4, 1), (48, 1)])
+@pytest.mark.parametrize(("wanted", "calls"), [(1, 4), (3, 2), (48, 1)])
 def test_groups_of_blocks_are_all_alike_and_at_most_as_long_as_wanted(wanted, calls):
     layers = 4
     config = made_config(TinySizes(layers=layers))[1]
@@ -433,7 +346,7 @@ def test_groups_of_blocks_are_all_alike_and_at_most_as_long_as_wanted(wanted, ca
 
 
 @pytest.mark.parametrize("guided", [False, True])
-@pytest.mark.parametrize(("wanted", "cut"), [(0, set()), (1, {"blocks"}), (2, {"blocks"}), (4, set())])
+@pytest.mark.parametrize(("wanted", "cut"), [(0, set()), (2, {"blocks"}), (4, set())])
 def test_only_a_graph_that_is_called_for_other_blocks_again_has_no_weights_of_its_own(guided, wanted, cut):
     """A guided step runs all its graphs once for each pass, on the same weights every time."""
     config = made_config(TinySizes(layers=4))[1]

@@ -1,7 +1,5 @@
-"""Contexts kept on disk are those that were encoded, found by all they depend on, and never half a
-file."""
+"""Contexts kept on disk are those that were encoded, found by all they depend on, and never half a file."""
 
-import errno
 import json
 import os
 import random
@@ -25,6 +23,7 @@ from ltx_neuron.text.encoders import Contexts
 from ltx_neuron.text.inputs import attention_mask
 
 WIDTHS, PROMPTS = (6, 4), [[2, 5, 9], [2, 7]]
+PACKAGE = Path(ltx_neuron.__file__).parent
 
 
 def cache_in(folder, identity=None, widths=WIDTHS, dtype=torch.bfloat16) -> PromptCache:
@@ -36,38 +35,49 @@ def contexts(seed: int) -> Contexts:
     return Contexts(video, audio, attention_mask(3), randn(1, 2, 3, 4))
 
 
-def test_what_was_written_is_read_bit_for_bit_without_the_hidden_states(tmp_path):
-    written = [contexts(1), contexts(2)]
-    cache_in(tmp_path).write(PROMPTS, written)
-    found = cache_in(tmp_path).read(PROMPTS)
-    for got, wanted in zip(found, written, strict=True):
+@pytest.fixture
+def written(tmp_path) -> list[Contexts]:
+    """Contexts in the cache of tmp_path."""
+    cache_in(tmp_path).write(PROMPTS, pair := [contexts(1), contexts(2)])
+    return pair
+
+
+def test_contexts_are_read_bit_for_bit_without_the_hidden_states(tmp_path, written, monkeypatch, capsys):
+    def cannot(*_):
+        raise OSError("Read-only file system")
+
+    monkeypatch.setattr(os, "utime", cannot)  # root may mark files in any folder
+    for got, wanted in zip(cache_in(tmp_path).read(PROMPTS), written, strict=True):
         assert all(torch.equal(g, w) for g, w in zip(got[:3], wanted[:3], strict=True))
         assert got.hidden_states is None
+    assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("other", ["prompts", "their order", "encoder"])
-def test_anything_else_is_not_found(tmp_path, other):
-    cache_in(tmp_path).write(PROMPTS, [contexts(1), contexts(2)])
-    prompts = {"prompts": [[2, 5, 9], [2, 8]], "their order": PROMPTS[::-1]}.get(other, PROMPTS)
-    identity = {"encoder": "two"} if other == "encoder" else None
-    assert cache_in(tmp_path, identity).read(prompts) is None
+@pytest.mark.parametrize(
+    ("prompts", "other"),
+    [
+        ([[2, 5, 9], [2, 8]], {}),
+        (PROMPTS[::-1], {}),
+        (PROMPTS, {"identity": {"encoder": "two"}}),
+        (PROMPTS, {"widths": (8, 4)}),
+        (PROMPTS, {"dtype": torch.float32}),
+    ],
+    ids=["prompts", "their order", "encoder", "widths", "dtype"],
+)
+@pytest.mark.usefixtures("written")
+def test_contexts_of_anything_else_are_encoded_anew(tmp_path, prompts, other):
+    assert cache_in(tmp_path, **other).read(prompts) is None
 
 
-@pytest.mark.parametrize("damage", [b"", b"{}", "truncated"])
+@pytest.mark.parametrize("damage", [lambda content: b"", lambda content: b"{}", lambda content: content[:-1]])
+@pytest.mark.usefixtures("written")
 def test_a_damaged_file_is_as_if_it_were_not_there(tmp_path, damage):
-    cache_in(tmp_path).write(PROMPTS, [contexts(1), contexts(2)])
     (path,) = tmp_path.iterdir()
-    path.write_bytes(path.read_bytes()[:-1] if damage == "truncated" else damage)
+    path.write_bytes(damage(path.read_bytes()))
     assert cache_in(tmp_path).read(PROMPTS) is None
 
 
-@pytest.mark.parametrize("other", [{"widths": (8, 4)}, {"dtype": torch.float32}], ids=str)
-def test_contexts_of_another_shape_or_dtype_are_encoded_anew(tmp_path, other):
-    cache_in(tmp_path).write(PROMPTS, [contexts(1), contexts(2)])
-    assert cache_in(tmp_path, **other).read(PROMPTS) is None
-
-
-def test_a_place_that_cannot_be_written_costs_the_next_run_its_contexts_and_this_one_nothing(tmp_path, capsys):
+def test_a_place_that_cannot_be_written_costs_the_next_run_its_contexts_and_this_one_a_line(tmp_path, capsys):
     (tmp_path / "a file").touch()
     cache_in(tmp_path / "a file").write(PROMPTS, [contexts(1), contexts(2)])
     assert "not kept for the next run" in capsys.readouterr().out
@@ -86,22 +96,11 @@ def test_the_files_used_longest_ago_make_room(tmp_path, monkeypatch):
     assert cache_in(tmp_path).read([[0]]) and cache_in(tmp_path).read([[2]])
 
 
-def test_contexts_are_read_where_a_file_cannot_be_marked_as_used(tmp_path, monkeypatch, capsys):
-    cache_in(tmp_path).write(PROMPTS, [contexts(1), contexts(2)])
-
-    def cannot(*_):
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
-    monkeypatch.setattr(os, "utime", cannot)  # root may mark files in any folder
-    assert cache_in(tmp_path).read(PROMPTS) and capsys.readouterr().out == ""
-
-
+@pytest.mark.usefixtures("written")
 def test_a_folder_that_must_not_be_read_costs_one_line(tmp_path, capfd):
     """In a process of another user: root may read everything."""
-    folder = tmp_path / "prompts"
-    cache_in(folder).write(PROMPTS, [contexts(1), contexts(2)])
-    folder.chmod(0o700)
-    prompts = cache_in(folder)
+    tmp_path.chmod(0o700)
+    prompts = cache_in(tmp_path)
 
     def as_nobody() -> None:
         os.setuid(65534)
@@ -134,45 +133,32 @@ def test_processes_that_write_read_and_make_room_at_once_end_well(tmp_path, monk
     assert capfd.readouterr().out == "" and len(list(tmp_path.iterdir())) == 3
 
 
-# the identity of an encoder
+# --- the identity of an encoder -------------------------------------------------------------------
 
 
 def identity_of(tiny, artifacts_dir, gemma_root=None, on_ranks=False) -> dict:
-    gemma_root = gemma_root or tiny.gemma_root
-    workspace = Workspace(tiny.checkpoint, resolve("cpu"), artifacts_dir, 2, "float32", gemma_root)
+    workspace = Workspace(tiny.checkpoint, resolve("cpu"), artifacts_dir, 2, "float32", gemma_root or tiny.gemma_root)
     return workspace.prompt_cache(neuron_gemma=on_ranks).identity
 
 
-def test_contexts_of_the_same_encoder_are_found_again_and_those_of_the_other_device_are_not(tiny, tmp_path):
-    host = identity_of(tiny, tmp_path)
-    assert host == identity_of(tiny, tmp_path)
-    assert host != identity_of(tiny, tmp_path, on_ranks=True)
-
-
 @pytest.mark.parametrize("on_ranks", [False, True], ids=["host", "ranks"])
-@pytest.mark.parametrize(
-    ("key", "value"), [("rope_theta", 500_000), ("rope_local_base_freq", 20_000), ("rms_norm_eps", 1e-5)]
-)
-def test_another_gemma_config_makes_another_encoder_though_no_weight_differs(tiny, tmp_path, key, value, on_ranks):
+def test_another_gemma_config_makes_another_encoder_though_no_weight_differs(tiny, tmp_path, on_ranks):
+    own = identity_of(tiny, tmp_path, on_ranks=on_ranks)
+    assert own == identity_of(tiny, tmp_path, on_ranks=on_ranks) != identity_of(tiny, tmp_path, on_ranks=not on_ranks)
     root = Path(shutil.copytree(tiny.gemma_root, tmp_path / "gemma"))
     config = json.loads((root / "config.json").read_text())
-    config["text_config"][key] = value
-    (root / "config.json").write_text(json.dumps(config))
-    assert identity_of(tiny, tmp_path, on_ranks=on_ranks) != identity_of(tiny, tmp_path, root, on_ranks)
+    for key, value in (("rope_theta", 500_000), ("rope_local_base_freq", 20_000), ("rms_norm_eps", 1e-5)):
+        changed = config | {"text_config": config["text_config"] | {key: value}}
+        (root / "config.json").write_text(json.dumps(changed))
+        assert identity_of(tiny, tmp_path, root, on_ranks) != own, key
 
 
 @pytest.mark.parametrize(
     ("file", "before", "after"),
-    [
-        ("host/arithmetic.py", '"none"', '"relu"'),
-        ("weights/tensorfile.py", "start * row_bytes", "start * row_bytes + 0"),
-        ("models/gemma3.py", "self.offset + self.weight", "2 + self.weight"),
-        ("text/inputs.py", "-1e9", "-2e9"),
-    ],
+    [("host/arithmetic.py", '"none"', '"relu"'), ("models/gemma3.py", "self.offset + self.weight", "2 + self.weight")],
 )
 def test_other_code_makes_another_encoder_on_the_host(tiny, tmp_path, monkeypatch, file, before, after):
-    package = Path(ltx_neuron.__file__).parent
-    changed = Path(shutil.copytree(package, tmp_path / "changed"))
+    changed = Path(shutil.copytree(PACKAGE, tmp_path / "changed"))
     text = (changed / file).read_text()
     assert before in text
     ours = identity_of(tiny, tmp_path)
@@ -188,11 +174,9 @@ def test_the_code_of_an_encoder_is_all_that_it_imports():
     """The lists in text/cache.py, against what a process has imported for encoding on the host."""
     command = "import ltx_neuron.text.host_encoder, sys; print(*(m for m in sys.modules), sep='\\n')"
     printed = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True).stdout
-    package = Path(ltx_neuron.__file__).parent
-    files = {
-        name.removeprefix("ltx_neuron.").replace(".", "/") for name in printed.split() if name.startswith("ltx_neuron.")
-    }
+    names = [name for name in printed.split() if name.startswith("ltx_neuron.")]
+    files = {name.removeprefix("ltx_neuron.").replace(".", "/") for name in names}
     # The rank files are the other encoder's; the rest decides no number.
     files -= {"errors", "files", "format", "hub", "machine", "host/background", "weights/rankfiles"}
-    modules = {name for name in files if (package / f"{name}.py").is_file()}
+    modules = {name for name in files if (PACKAGE / f"{name}.py").is_file()}
     assert {n for n in modules if not n.startswith(cache.HOST_ENCODER_CODE)} == set()

@@ -1,0 +1,233 @@
+"""Conditioning images: pixels as ltx-pipelines', pictures and videos told apart by content, refusals."""
+
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from helpers import picture_frames
+from jobs import make_job
+from PIL import Image, ImageCms
+from printed import runs
+
+from ltx_neuron.errors import UserError
+from ltx_neuron.host.encode_inputs import check, notes
+from ltx_neuron.host.images import content_digest, decode_image, is_still, load_image
+from ltx_neuron.host.media import first_frames
+from ltx_neuron.host.models import import_ltx_core
+from ltx_neuron.job import Job, Size
+from ltx_neuron.sampling.conditions import ImageCondition
+
+PICTURES = [Image.fromarray(each.numpy()) for each in picture_frames(3, 64, 96, 3)]
+SHOWN = PICTURES[0]
+PAGES = {"save_all": True, "append_images": PICTURES[1:]}
+MOVING = PAGES | {"duration": 100}
+
+
+def as_pixels(image: Image.Image) -> torch.Tensor:
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1) / 127.5 - 1
+
+
+# --- pixels ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "size, crf, dtype",
+    [((301, 517), 33, torch.float32), ((33, 700), 18, torch.bfloat16), ((720, 407), 0, torch.float32)],
+)
+def test_pixels_are_those_of_ltx_pipelines_for_any_aspect_ratio_and_compression(tmp_path, size, crf, dtype):
+    import_ltx_core()
+    from ltx_pipelines.utils.media_io import load_image_conditioning
+
+    path = tmp_path / "image.png"
+    Image.fromarray(picture_frames(1, *size, 5)[0].numpy()).save(path)
+    expected = load_image_conditioning(str(path), 128, 192, dtype, torch.device("cpu"), crf)
+    assert expected.shape == (1, 3, 1, 128, 192)
+    assert torch.equal(load_image(path, 128, 192, crf, dtype), expected)
+
+
+@pytest.mark.parametrize("mode, suffix", [("RGBA", "png"), ("L", "png"), ("P", "png"), ("CMYK", "tiff")])
+def test_an_image_of_any_mode_is_converted_to_rgb(tmp_path, mode, suffix):
+    image, path = SHOWN.convert(mode), tmp_path / f"image.{suffix}"
+    image.save(path)
+    assert torch.equal(load_image(path, 64, 96, crf=0)[0, :, 0], as_pixels(image.convert("RGB")))
+    if mode == "L":
+        Image.fromarray(np.array(image).astype(np.uint16) * 257).save(path)  # 16 bits
+        assert torch.equal(load_image(path, 64, 96, crf=0)[0, :, 0], as_pixels(image.convert("RGB")))
+
+
+# EXIF orientation -> what makes the stored picture of the one that is shown
+STORED = {
+    1: None,
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_90,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_270,
+}
+
+
+@pytest.mark.parametrize("orientation", STORED)
+def test_a_photograph_is_taken_as_shown_as_stored_or_as_1_2_0_turns_it(tmp_path, orientation):
+    stored = SHOWN.transpose(STORED[orientation]) if orientation > 1 else SHOWN
+    exif, path = Image.Exif(), tmp_path / "photo.png"
+    exif[0x0112] = orientation
+    stored.save(path, exif=exif)
+    turned = SHOWN if orientation in (3, 6, 8) else stored  # 1.2.0 leaves mirrored ones
+    for setting, wanted in (("shown", SHOWN), ("stored", stored), ("turned", turned)):
+        got = load_image(path, *wanted.size[::-1], crf=0, orientation=setting)
+        assert torch.equal(got[0, :, 0], as_pixels(wanted)), setting
+
+
+def test_a_colour_profile_is_applied_unless_it_is_damaged(tmp_path, capsys):
+    lab = ImageCms.createProfile("LAB")
+    stored = ImageCms.profileToProfile(SHOWN, ImageCms.createProfile("sRGB"), lab, outputMode="LAB")
+    stored.save(tmp_path / "profile.tiff", icc_profile=ImageCms.ImageCmsProfile(lab).tobytes())
+    got = load_image(tmp_path / "profile.tiff", 64, 96, crf=0)
+    assert (got[0, :, 0] - as_pixels(SHOWN)).abs().mean() < 0.02  # rounded twice to 8 bits
+    SHOWN.save(tmp_path / "damaged.png", icc_profile=b"no profile")
+    assert torch.equal(load_image(tmp_path / "damaged.png", 64, 96, crf=0)[0, :, 0], as_pixels(SHOWN))
+    assert "colour profile is ignored" in capsys.readouterr().out
+
+
+def test_a_phones_picture_of_108_megapixels_is_read_without_a_warning(tmp_path, recwarn):
+    Image.new("1", (12000, 9000), 1).save(tmp_path / "large.png")
+    assert is_still(tmp_path / "large.png")
+    assert decode_image(tmp_path / "large.png", "shown").shape == (9000, 12000, 3)
+    assert not recwarn.list
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+def test_an_image_that_cannot_be_used_is_refused(tmp_path):
+    SHOWN.save(tmp_path / "whole.png")
+    whole = (tmp_path / "whole.png").read_bytes()
+    (tmp_path / "half.png").write_bytes(whole[: len(whole) // 2])
+    os.mkfifo(tmp_path / "pipe")
+    Image.fromarray(np.linspace(0, 1, 64 * 96, dtype=np.float32).reshape(64, 96)).save(tmp_path / "floats.tiff")
+    for sides in ((20000, 20000), (17000, 4), (1, 50), (2, 16000)):
+        Image.new("1", sides).save(tmp_path / f"{sides[0]}x{sides[1]}.png")
+    for name, message in {
+        ".": "cannot be read as an image.*\n.*--image FILE",
+        "half.png": "cannot be read as an image.*\n.*--image FILE",
+        "absent.png": "there is no image .*--image FILE",
+        "pipe": "pipe cannot be read as an image: that is a named pipe",
+        "floats.tiff": "floating-point numbers, wanted 8 bits: convert it\n.*--im",  # would be black
+        "20000x20000.png": "too large",
+        "17000x4.png": "2 to 16384",
+        "1x50.png": "2 to 16384",
+        "2x16000.png": "too narrow",
+    }.items():
+        # A small target: should the bounds ever be lost, the last image then needs 1.6 GB, not 25.
+        with pytest.raises(UserError, match=message):
+            load_image(tmp_path / name, 96, 128)
+    assert content_digest(tmp_path / "pipe") == "unreadable"
+
+
+@pytest.mark.parametrize(
+    "begin, message",
+    [
+        (b"\0\0\0\x18ftypheic", "it is HEIC"),
+        (b"%PDF-1.4", "it is a PDF; wanted PNG, JPEG"),
+        (b"<svg xmlns=", "it is SVG or a web page; wanted PNG"),
+        (b"\xff\x0a\xfa", "it is JPEG XL; wanted PNG"),
+        (b"\0\0\0\x18ftypisom", "it is a video; wanted PNG"),
+        (b"\0\0\0\x18ftypavif", "as an image: (?!it is)"),
+        (b"RIFF\0\0\0\0WEBP", "as an image: (?!it is)"),
+    ],
+)
+def test_a_file_of_another_format_is_refused_by_the_formats_name(tmp_path, begin, message):
+    (tmp_path / "a").write_bytes(begin + bytes(100))
+    with pytest.raises(UserError, match=message):
+        decode_image(tmp_path / "a", "shown")
+
+
+def run_python_command(message: str) -> None:
+    """Run the command that a message prints, in the present folder."""
+    (line,) = re.findall(r"^Type: (?:pip install \S+ && )?(python .*)", message, re.MULTILINE)
+    path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+    subprocess.run(["bash", "-c", line], env=os.environ | {"PATH": path}, check=True)
+
+
+@runs("host/images.py:unreadable: python -c")
+def test_an_animated_webp_is_taken_as_a_video_after_the_printed_command(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    SHOWN.save("it's one.webp", lossless=True, **MOVING)
+    for converted in ("it's one.png", "it's one-2.png"):  # what is there is not replaced
+        with pytest.raises(UserError, match="an animated WebP") as refused:
+            list(first_frames("it's one.webp", "--video-path"))
+        run_python_command(str(refused.value))
+        assert np.array_equal(list(first_frames(converted, "--video-path")), [np.array(each) for each in PICTURES])
+
+
+# --- pictures and videos --------------------------------------------------------------------------
+
+# The name, Pillow's format and settings, and whether it is a still.
+FILES = [
+    ("a.mp4", "PNG", {}, True),
+    ("a", "JPEG", {}, True),
+    ("A.AVIF", "AVIF", {}, True),
+    ("a.webp", "WEBP", {}, True),
+    ("pages.tif", "TIFF", PAGES, True),
+    ("photo of a phone.jpg", "MPO", PAGES, True),
+    ("one.gif", "GIF", {}, True),
+    ("a b'.bmp", "BMP", {}, True),
+    ("moves.jpg", "GIF", MOVING, False),
+    ("moves.png", "PNG", MOVING, False),
+    ("moves.avif", "AVIF", MOVING, False),
+]
+
+
+@pytest.mark.parametrize("name, format, settings, still", FILES)
+def test_a_file_is_a_still_or_a_video_by_its_content(tmp_path, name, format, settings, still):
+    SHOWN.save(tmp_path / name, format=format, **settings)
+    (reference,) = Job(video_conditioning=[(str(tmp_path / name), 1.0)], num_frames=17).references
+    assert is_still(tmp_path / name) == reference.still == still
+    assert reference.num_frames == (1 if still else 3)
+    assert reference.latent_shape(Size(num_frames=17)) == (3 if still else 1, 16, 24)
+    if not still:
+        assert len(list(first_frames(tmp_path / name, ""))) == 3
+
+
+def test_a_heic_is_refused_as_a_picture_and_not_read_as_a_video_of_one_tile(tmp_path):
+    path = tmp_path / "photo.heic"
+    path.write_bytes(b"\0\0\0\x18ftypheic" + bytes(100))
+    assert is_still(path)
+    with pytest.raises(UserError, match="photo.heic cannot be read as an image"):
+        check(Job(video_conditioning=[(str(path), 1.0)], num_frames=17))
+
+
+def test_of_a_moving_picture_as_an_image_the_first_is_taken_with_a_note(tmp_path):
+    SHOWN.save(tmp_path / "moves.gif", **MOVING)
+    SHOWN.save(tmp_path / "still.gif")
+    images = tuple(ImageCondition(tmp_path / name) for name in ("moves.gif", "still.gif"))
+    moves = f"--image {tmp_path / 'moves.gif'} moves: its first picture is taken"
+    assert notes(make_job("", Size(64, 96, 9), images=images)) == [moves]
+
+
+# --- the frame of an image ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("frames, tail, last", [(25, None, 24), (25, 8, 16), (1, None, 0)])
+def test_frame_minus_one_is_the_last_of_the_file(frames, tail, last):
+    jobs = [
+        make_job("", Size(64, 96, frames), images=(ImageCondition("a.png", index),), tail_frames=tail)
+        for index in (-1, last)
+    ]
+    assert jobs[0].placed == list(jobs[1].images)
+    assert jobs[0].appended(False, 2, 3) == jobs[1].appended(False, 2, 3)
+
+
+@pytest.mark.parametrize("field", ["image", "audio_path", "video_path", "video_conditioning"])
+def test_an_address_of_the_web_is_refused_as_no_file_of_this_machine(field):
+    url = "https://a.b/c.png" if field != "audio_path" else "s3://bucket/c.wav"
+    value = {"image": [[url]], "video_conditioning": [[url, 1.0]]}.get(field, url)
+    more = {"start_time": 0, "end_time": 1} if field == "video_path" else {"num_frames": 17}
+    with pytest.raises(UserError, match="c.(png|wav).* is an address .URL., wanted a file of this machine"):
+        Job.validated({field: value} | more).check_inputs()

@@ -1,0 +1,214 @@
+"""Written files: MP4s whose bytes depend on frames and sound alone, PNG frames, output paths, frame rates."""
+
+import itertools
+import os
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from helpers import picture_frames, read_video, tone
+from PIL import Image
+
+from ltx_neuron.errors import UserError
+from ltx_neuron.host.media import read_sound
+from ltx_neuron.host.video import BT709, check_output_path, exact_frame_rate, write_frames, write_video, yuv420
+from ltx_neuron.job import Job
+
+# An MP4's durations are whole milliseconds or whole ticks of 1/12288 s, each rounded on its own.
+DURATION_TOLERANCE = 2e-3
+# H.264 at the default quality moves these pictures by 1.6 counts of 255 on average (measured);
+# colours converted with another matrix (BT.601) than the declared one move them by 5.9.
+PICTURE_TOLERANCE = 3.0
+# Rounding to whole numbers leaves 0.29 counts rms (1 / sqrt(12)), and swscale's 14-bit coefficients
+# 0.3 (measured). Every second pixel's colour instead of the mean leaves 2.6 on such a picture.
+CHROMA_TOLERANCE = 0.35
+# The sine survives AAC at 0.9999 (measured); one AAC frame of delay (1024 samples) makes it 0.59.
+SOUND_CORRELATION = 0.99
+
+
+def clip(count: int, height: int = 64, width: int = 96) -> torch.Tensor:
+    """Smooth, colourful pictures that change, uint8 (count, height, width, 3)."""
+    shift = torch.arange(count)[:, None, None, None] / 9
+    y, x = torch.arange(height)[:, None, None], torch.arange(width)[:, None]
+    return (127 + 100 * torch.sin((x / 40 + y / 55 + shift) * torch.tensor([0.5, 1.0, 1.5]))).byte()
+
+
+def sine(samples: int) -> torch.Tensor:
+    return 0.5 * torch.sin(torch.arange(samples) / 20).expand(2, -1)
+
+
+# --- the film -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "frames, frame_rate, samples",
+    [(17, 24.0, 33120), (25, 29.97, 60000), (1, 12.5, 480)],  # sound a little shorter, longer, almost none
+)
+def test_a_video_shows_the_frames_and_sounds_the_waveform_equally_long(tmp_path, frames, frame_rate, samples):
+    import av
+
+    path, pictures, waveform = tmp_path / "new folder" / "out.mp4", clip(frames), sine(samples)
+    write_video(path, [pictures], frame_rate, lambda: waveform, 48000)
+    seconds = pytest.approx(float(frames / exact_frame_rate(frame_rate)), abs=DURATION_TOLERANCE)
+    assert read_video(path) == {
+        "frame_count": frames,
+        "frame_rate": exact_frame_rate(frame_rate),
+        "video_seconds": seconds,
+        "audio_seconds": seconds,
+        "width": 96,
+        "height": 64,
+        "video_codec": "h264",
+        "pixel_format": "yuv420p",
+        "audio_codec": "aac",
+        "channels": 2,
+        "sample_rate": 48000,
+    }
+    with av.open(str(path)) as container:
+        shown = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+        container.seek(0)
+        heard = np.concatenate([frame.to_ndarray() for frame in container.decode(audio=0)], axis=1)
+        assert container.streams.video[0].codec_context.colorspace == BT709
+    assert np.abs(shown.astype(int) - pictures.numpy().astype(int)).mean() < PICTURE_TOLERANCE
+    both = min(samples, heard.shape[1] - 1024)  # the last AAC frame ends in silence
+    assert frames == 1 or np.corrcoef(heard[0, :both], waveform[0, :both])[0, 1] > SOUND_CORRELATION
+
+
+# AAC has the first one; of the others the next one above, or its highest.
+@pytest.mark.parametrize("rate, written", [(22050, 22050), (37800, 44100), (6000, 7350), (192000, 96000)])
+def test_a_sound_of_any_rate_is_written_at_a_rate_that_aac_has(tmp_path, rate, written):
+    sound = tone(rate, 1.0)
+    write_video(tmp_path / "out.mp4", [clip(24)], 24.0, lambda: sound, rate)
+    properties = read_video(tmp_path / "out.mp4")
+    assert properties["sample_rate"] == written
+    assert properties["audio_seconds"] == pytest.approx(1, abs=DURATION_TOLERANCE)
+    heard = read_sound(tmp_path / "out.mp4", "--video-path", duration=1.0).samples
+    expected = tone(written, 1.0)
+    for side in range(2):
+        # AAC's frames begin and end inside a second of 7350 samples.
+        ours, theirs = heard[side, 1024:-1024], expected[side, 1024 : heard.shape[1] - 1024]
+        assert np.corrcoef(ours, theirs)[0, 1] > SOUND_CORRELATION, side
+
+
+def planes(frame) -> list[np.ndarray]:
+    rows = [np.frombuffer(p, np.uint8).reshape(p.height, p.line_size) for p in frame.planes]
+    return [row[:, : plane.width] for row, plane in zip(rows, frame.planes, strict=True)]
+
+
+@pytest.mark.parametrize("size", [(34, 50), (130, 194), (1088, 1920)])
+def test_a_frames_colours_are_the_means_of_two_by_two_pixels_for_any_number_of_threads(size):
+    """By BT.709's definition, in float64."""
+    noise = np.random.default_rng(0).normal(0, 25, (*size, 3))  # colours that change from pixel to pixel
+    rgb = np.clip(clip(1, *size)[0].numpy() + noise, 0, 255).astype(np.uint8)
+    red, green, blue = np.moveaxis(rgb / 255.0, 2, 0)
+    luma = 0.2126 * red + 0.7152 * green + 0.0722 * blue
+    colours = [(blue - luma) / 1.8556, (red - luma) / 1.5748]
+    means = [c.reshape(size[0] // 2, 2, size[1] // 2, 2).mean((1, 3)) for c in colours]
+    one = planes(yuv420(rgb, threads=1))
+    for got, exact in zip(one, [16 + 219 * luma, *(128 + 224 * mean for mean in means)], strict=True):
+        assert np.sqrt(((got - exact) ** 2).mean()) < CHROMA_TOLERANCE
+    for threads in (0, 2, 5, 16):
+        assert all(map(np.array_equal, planes(yuv420(rgb, threads)), one)), threads
+
+
+def test_a_video_has_the_same_bytes_however_its_frames_and_its_sound_come(tmp_path):
+    # 192 wide: a width at which x264's macroblock tree, were it on, differs from run to run.
+    frames, order = clip(17, 128, 192), []
+
+    def write(lengths, sound_at: int = 1) -> bytes:
+        """The video of chunks of frames, whose sound is there with that chunk."""
+        polls, path = itertools.count(1), tmp_path / "out.mp4"
+
+        def chunks():
+            for chunk in frames.split(lengths):
+                order.append("frames")
+                yield chunk
+
+        def sound():
+            order.append("sound")
+            return sine(33120)
+
+        write_video(path, chunks(), 24.0, sound, 48000, lambda: next(polls) >= sound_at)
+        return path.read_bytes()
+
+    videos = [write(lengths) for lengths in ((17,), (1, 9, 7), (1,) * 17)]
+    videos += [write((1,) * 17, first) for first in (7, 17, 18)]
+    assert order[-18:] == 17 * ["frames"] + ["sound"]
+    write_video(tmp_path / "plain.mp4", [frames], 24.0, lambda: sine(33120), 48000)
+    assert len({*videos, (tmp_path / "plain.mp4").read_bytes()}) == 1
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_encoded_pictures_are_written_as_soon_as_their_sound_is_there(tmp_path, ready):
+    noise, sizes = torch.Generator().manual_seed(0), []
+
+    def chunks():
+        for _ in range(12):
+            yield torch.randint(256, (12, 64, 96, 3), generator=noise, dtype=torch.uint8)
+            (unfinished,) = tmp_path.iterdir()
+            sizes.append(unfinished.stat().st_size)
+
+    write_video(tmp_path / "out.mp4", chunks(), 24.0, lambda: sine(6 * 48000), 48000, lambda: ready)
+    whole = (tmp_path / "out.mp4").stat().st_size
+    # x264 looks some 50 frames ahead, of 144.
+    assert (sizes[-1] > whole / 3) == ready and (sizes[-1] < whole / 100) != ready
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, AttributeError])
+def test_an_error_while_a_video_is_written_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, error):
+    path = tmp_path / "out.mp4"
+    path.write_bytes(b"an earlier result")
+    if error is AttributeError:  # by then the pictures are encoded: a partial file exists
+        monkeypatch.setattr("av.AudioFrame", None)
+
+    def chunks():
+        yield clip(3)
+        if error is ZeroDivisionError:
+            raise error
+
+    with pytest.raises(error):
+        write_video(path, chunks(), 24.0, lambda: sine(100), 48000)
+    assert path.read_bytes() == b"an earlier result" and list(tmp_path.iterdir()) == [path]
+
+
+def test_frames_are_written_as_lossless_pictures_chunk_by_chunk(tmp_path):
+    frames = picture_frames(5, 64, 96, 3)
+    assert [len(chunk) for chunk in write_frames(tmp_path / "new" / "frames", frames.split(2))] == [2, 2, 1]
+    pictures = [np.array(Image.open(path)) for path in sorted((tmp_path / "new" / "frames").iterdir())]
+    assert np.array_equal(pictures, frames.numpy())
+
+
+def test_an_output_path_that_cannot_be_written_is_refused_and_nothing_is_made(tmp_path, monkeypatch):
+    check_output_path(tmp_path / "new" / "folder" / "OUT.MP4")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(UserError, match="is a folder; type --output-path video.mp4"):
+        check_output_path("")
+    # Root may write everywhere, so a folder without permission is played.
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(UserError, match="not a folder you may write to.*--output-path"):
+        check_output_path(tmp_path / "out.mp4")
+
+
+# --- rates ----------------------------------------------------------------------------------------
+
+RATES = {5.0: 5, 12.5: Fraction(25, 2), 23.9: Fraction(239, 10), 29.97: Fraction(30000, 1001)}
+RATES |= {23.976: Fraction(24000, 1001), 23.98: Fraction(24000, 1001), 60000 / 1001: Fraction(60000, 1001)}
+
+
+@pytest.mark.parametrize("rate, exact", RATES.items())
+def test_a_rounded_broadcast_rate_becomes_exact_and_no_other(rate, exact):
+    assert exact_frame_rate(rate) == exact
+
+
+@pytest.mark.parametrize("typed", ["30000/1001", "25/1", "23.976"])
+def test_a_frame_rate_is_typed_as_a_number_or_a_fraction(typed):
+    for key in ("frame_rate", "fps"):
+        assert (
+            Job.validated({key: typed}).frame_rate == Job().updated({key: typed}).frame_rate == float(Fraction(typed))
+        )
+
+
+@pytest.mark.parametrize("typed", ["1/2/3", "2000/1", "1/1001", "nan/1"])
+def test_a_fraction_that_is_no_frame_rate_is_refused(typed):
+    with pytest.raises(UserError, match="--frame-rate: got .*, wanted"):
+        Job.validated({"frame_rate": typed})
