@@ -13,7 +13,7 @@ from ltx_neuron.sampling import latents
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditions import Retake
 from ltx_neuron.sampling.extension import OVERLAP, Extension, default_window, joined, start_of
-from ltx_neuron.sampling.latent_state import audio_state, initial_states, video_state
+from ltx_neuron.sampling.latent_state import initial_states
 from ltx_neuron.sampling.latents import audio_positions, audio_seconds, video_positions, video_seconds
 from ltx_neuron.sampling.shapes import audio_latent_frames
 from ltx_neuron.service.worker import DENOISED, _percent
@@ -112,17 +112,6 @@ def test_windows_have_the_times_of_the_clip_they_are_cut_from(extension):
         heard = whole[window.audio :][: len(audio.denoise_mask)] - window.sound_offset
         assert torch.allclose(audio.positions[0, 0] + offset, heard, atol=1e-5)
         assert torch.equal(video.positions[:, 1:], plain[:, 1:])
-
-
-def test_one_window_that_sees_all_of_a_file_is_a_retake_of_the_longer_clip():
-    extension, times = Extension(16 / 24, 25, 41, 24.0), (25 / 24, 41 / 24)
-    (window,) = extension.windows
-    whole = video_state(torch.zeros(1, 128, 6, 2, 3), 24.0, []), audio_state(torch.zeros(1, 8, 43, 16))
-    for state, clip, seconds in zip(
-        states(extension, window), whole, (video_seconds(6, 24.0), audio_seconds(43)), strict=True
-    ):
-        assert torch.equal(state.denoise_mask, clip.retake(seconds, *times).denoise_mask)
-        assert torch.equal(state.positions, clip.positions)
 
 
 @pytest.mark.parametrize("seconds", [1.0, -1.0])
