@@ -195,7 +195,7 @@ def files(clip, voice, ic_lora) -> SimpleNamespace:
     return SimpleNamespace(film=clip(9, 32, 64), long=clip(26, 32, 64), voice=voice, lora=str(ic_lora().path))
 
 
-@pytest.fixture(params=KINDS, ids=KINDS)
+@pytest.fixture(params=[*KINDS], ids=[*KINDS])
 def kind(request, files) -> Job:
     made = said(*(getattr(files, word, word) for word in request.param.split()))
     made.check()
@@ -228,7 +228,7 @@ def called(recipe: str = "distilled", **arguments) -> Job:
     return made
 
 
-@pytest.mark.parametrize("typed", KINDS, ids=KINDS)
+@pytest.mark.parametrize("typed", KINDS)
 def test_a_call_of_python_is_the_job_of_the_flags(typed, files):
     by_flags = said(*(getattr(files, word, word) for word in typed.split()))
     by_call = called("dev" if "--recipe dev" in typed else "distilled", **KINDS[typed](files))

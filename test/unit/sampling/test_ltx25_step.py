@@ -10,9 +10,9 @@ from ltx25_step import CONFIG, IMAGES, JOB, stage_run
 from safetensors.torch import load_file
 
 from ltx_neuron.artifacts.workspace import of_release
-from ltx_neuron.config.release import RELEASES
+from ltx_neuron.config.release import RELEASES, Release
 from ltx_neuron.config.transformer import Bucket
-from ltx_neuron.job import Size
+from ltx_neuron.job import Job, Size
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import dit_program
 from ltx_neuron.sampling import latents
@@ -76,7 +76,7 @@ EARLIER = "ltx-pipelines-1.2.0"
 SOUND, CLIP = SoundCondition("sound.wav"), ReferenceVideo("clip.mp4", 1.0, 17)
 
 
-def job(release=LTX_2_5, **inputs):
+def job(release: Release | None = LTX_2_5, **inputs) -> Job:
     """A job of two stages, as it is for a release's model."""
     made = make_job("", inputs.pop("size", Size(128, 192, 17, two_stage=True)), **inputs)
     return of_release(made, release) if release else made

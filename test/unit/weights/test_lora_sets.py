@@ -27,13 +27,11 @@ from ltx_neuron.weights.lora import Lora, are_silent, detailing_scale, identity_
 TWO = Size(64, 64, 9, two_stage=True)
 
 
-def spec(*words: str):
-    """The job's fields that flags name."""
+def parsed(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     flags.add_job(parser)
     parser.add_argument("--lora-sets", type=Path)
-    args = parser.parse_args([*map(str, words)])
-    return flags.lora_sets(args) if args.lora_sets else flags.spec(args)
+    return parser.parse_args(words)
 
 
 def named(sets) -> list[list[tuple[str, float]]]:
@@ -59,11 +57,11 @@ HQ = "--distilled-lora d --distilled-lora-strength-stage-"
     ],
 )
 def test_flags_name_the_weight_sets_of_both_stages(words, sets):
-    assert named(spec(*words.split()).weight_sets) == sets
+    assert named(flags.spec(parsed(*words.split())).weight_sets) == sets
 
 
 def test_a_lines_loras_take_the_place_of_the_commands():
-    typed = spec("--recipe", "distilled", "--two-stage", "--lora", "a", ".5", "--ic-lora", "i")
+    typed = flags.spec(parsed("--recipe", "distilled", "--two-stage", "--lora", "a", ".5", "--ic-lora", "i"))
 
     def sets(**line) -> list[list]:
         return named(stage.loras for stage in typed.updated({"prompt": "x"} | line).stages)
@@ -105,7 +103,7 @@ def test_a_file_of_named_sets_takes_the_place_of_the_commands_loras(tmp_path):
 
     def sets(content) -> dict:
         path.write_text(json.dumps(content))
-        return spec("--lora", "a", "--distilled-lora", "d", "--lora-sets", str(path))
+        return flags.lora_sets(parsed("--lora", "a", "--distilled-lora", "d", "--lora-sets", str(path)))
 
     anime = sets({"anime": {"lora": ["b", 0.5]}})
     assert named([anime["default"].loras, anime["anime"].loras]) == [[("a", 1.0)], [("b", 0.5)]]
