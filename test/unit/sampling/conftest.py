@@ -1,4 +1,4 @@
-"""Input files of jobs."""
+"""Input files of jobs, and ranks that only record."""
 
 from collections.abc import Callable
 
@@ -45,3 +45,26 @@ def ic_lora(tmp_path_factory) -> Callable[..., Lora]:
         return Lora(path)
 
     return lora_of
+
+
+class RecordingRanks:
+    """Stands for the ranks: keeps what would be uploaded and defined."""
+
+    tp = cp = 1
+
+    def __init__(self):
+        self.tensors, self.sequences = {}, {}
+
+    def put(self, _, like=None, **tensors) -> None:
+        self.tensors |= tensors
+
+    def put_numbers(self, *_) -> None:
+        pass
+
+    def define(self, _, sequence, runs) -> None:
+        self.sequences[sequence] = runs
+
+
+@pytest.fixture
+def ranks() -> RecordingRanks:
+    return RecordingRanks()

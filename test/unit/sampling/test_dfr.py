@@ -19,12 +19,9 @@ from ltx_neuron.sampling import dfr
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.weights.lora import Lora
 
-LENGTHS = range(9, 530, 8)
-DETAIL = (Lora(Path("detail.safetensors"), 0.5),)
-OLD, NEW = (
-    {"recipe": "dev", "compat": "ltx-pipelines-1.2.0", "stage_2_loras": (Lora(Path("distilled.safetensors"), 1.0),)},
-    {"recipe": "distilled", "detailing_loras": DETAIL, "detailing_scale": 2},
-)
+DETAIL, DISTILLED = (Lora(Path("detail.safetensors"), 0.5),), (Lora(Path("distilled.safetensors"), 1.0),)
+OLD = {"recipe": "dev", "compat": "ltx-pipelines-1.2.0", "stage_2_loras": DISTILLED}
+NEW = {"recipe": "distilled", "detailing_loras": DETAIL, "detailing_scale": 2}
 
 
 def job(frames=41, rate=24.0, rounds=1, kind=NEW, **more) -> Job:
@@ -45,7 +42,7 @@ def test_the_canvas_is_the_shortest_of_whole_segments(frames, segment, canvas):
 
 @pytest.mark.parametrize("holds", [False, True], ids=["1.2.0", "1.4"])
 def test_the_windows_of_a_round_own_its_latents_once_and_begin_on_keyframes(holds):
-    for frames, number in itertools.product(LENGTHS, (1, 2)):
+    for frames, number in itertools.product(range(9, 530, 8), (1, 2)):
         half, windows = dfr.segment(frames), dfr.windows(frames, 2, holds)
         mine = [window for window in windows if window.round == number]
         last = (dfr.canvas(frames) - 1) * 2**number
@@ -72,27 +69,28 @@ def test_the_windows_of_a_round_own_its_latents_once_and_begin_on_keyframes(hold
 
 @pytest.mark.parametrize(("rate", "seen"), [(24, 24), (30, 30), (30.5, 60), (50, 60), (120, 60)])
 def test_a_rate_above_30_is_seen_as_60(rate, seen):
-    made = job(rate=float(rate), rounds=0)
-    of = made.of(made.stages[0])
-    assert dfr.model_rate(rate) == seen == of.size.frame_rate / of.motion_speed
-    assert of.size.audio_frames == round(dfr.canvas(41) / rate * 25)  # as long as it is played
-    old = job(rate=float(rate), rounds=0, kind=OLD)
+    made, old = job(rate=float(rate), rounds=0), job(rate=float(rate), rounds=0, kind=OLD)
+    stage = made.of(made.stages[0])
+    assert dfr.model_rate(rate) == seen == stage.size.frame_rate / stage.motion_speed
+    assert stage.size.audio_frames == round(dfr.canvas(41) / rate * 25)  # as long as it is played
     assert old.of(old.stages[0]).motion_speed == 1
     assert dfr.model_rate(rate, holds=False) == min(rate, 60)
 
 
+# --- latents --------------------------------------------------------------------------------------
+
+
+def clip(values) -> torch.Tensor:
+    return torch.tensor([*values], dtype=torch.float32).view(1, 1, -1, 1, 1)
+
+
 def filled(rendering: dfr.Rendering) -> dict[str, torch.Tensor]:
-    """The latents of all stages; each of a clip has its number, +100 after a window, and a
-    keyframe has minus its frame of the last round."""
+    """The latents of all stages; each of a clip has its number, +100 after a window, and a keyframe has minus its
+    frame of the last round."""
     cells = (dfr.canvas(rendering.size.num_frames) - 1) // 8 + 1
-
-    def clip(values) -> torch.Tensor:
-        return torch.tensor([*values], dtype=torch.float32).view(1, 1, -1, 1, 1)
-
-    frames = dfr.keyframes(rendering.size.num_frames)
+    keyframes = clip(-2.0 * frame for frame in dfr.keyframes(rendering.size.num_frames))
     tensors = {"s2_video": clip(range(cells)), "s1_audio": clip(range(68))[..., 0]}
-    tensors["s2_generated_keyframes"] = clip(-2.0 * x for x in frames)
-    tensors["temporal_video"] = clip(range(2 * cells - 1))
+    tensors |= {"s2_generated_keyframes": keyframes, "temporal_video": clip(range(2 * cells - 1))}
     for w in rendering.windows:
         tensors[f"{w.key}_video"] = clip(w.start // 8 + 100 + x for x in range(w.latents))
         tensors[f"{w.key}_generated_keyframes"] = clip(-(w.start + x) for x in w.generated)
@@ -100,119 +98,106 @@ def filled(rendering: dfr.Rendering) -> dict[str, torch.Tensor]:
 
 
 def test_a_window_holds_the_result_of_the_one_before_it_after_a_keyframe():
-    rendering = job(frames=65, rounds=1).rendering  # two segments of 32
+    rendering = job(frames=65).rendering  # two segments of 32
     tensors, (_, second) = filled(rendering), rendering.windows
-    made = rendering.start(second, tensors)
-    given = {name: x.flatten().tolist() for name, x in made.items()}
+    start = rendering.start(second, tensors)
+    numbers = {name: tensor.flatten().tolist() for name, tensor in start.items()}
     assert (second.start, second.shared, second.latents) == (32, 5, 13)
-    assert given["video"] == [-32, 105, 106, 107, 108, *range(9, 17)]
-    assert given["given_keyframes"] == [-128] and given["upsampled_keyframes"] == [12]
+    assert numbers["video"] == [-32, 105, 106, 107, 108, *range(9, 17)]
+    assert numbers["given_keyframes"] == [-128] and numbers["upsampled_keyframes"] == [12]
     assert rendering.final(tensors).flatten().tolist() == [100 + x for x in range(17)]
     # The sound during its 97 frames at 48 fps, of 68 latents in 65 / 24 s, for a clip of 60 fps.
-    sound = made["audio"][0, 0, :, 0]
     wanted = (32 + 97 * torch.arange(40) / 40) / 48 * 24 / 65 * 68
-    torch.testing.assert_close(sound, wanted.clamp(max=67))
+    torch.testing.assert_close(start["audio"][0, 0, :, 0], wanted.clamp(max=67))
 
 
-def test_the_clip_of_a_round_is_upsampled_once_from_the_round_before_it():
+def test_the_second_round_is_given_the_keyframes_of_the_first_and_begins_on_its_own():
+    rendering = job(frames=65, rounds=2).rendering
+    tensors = filled(rendering)
+    for w in rendering.windows[2:]:
+        start = rendering.start(w, tensors | {"temporal_video_1": clip(range(33))})
+        given = start["given_keyframes"].flatten().tolist()
+        assert given == [-(w.start + frame) / 2 for frame in w.given]  # as numbered in round 1
+        assert start["video"].flatten()[0] == (-w.start if w.number else 0)
+        assert start["upsampled_keyframes"].flatten().tolist() == [w.start / 8 + x / 8 for x in w.generated]
+    assert sorted(rendering.planes(tensors, 2)) == [*range(32, 257, 32)]
+    assert rendering.final(tensors).shape[2] == 33
+
+
+def test_each_stage_upsamples_what_the_one_before_it_made_once():
     made = job(frames=65, rounds=2)
-    tensors = filled(made.rendering)
-    _, _, first, *_, last = made.stages
-    assert to_upsample(made, first, tensors) == {}
-    clip = made.rendering.clip(tensors, 1)
-    ((name, (latent, kind)),) = to_upsample(made, last, tensors).items()
-    assert (name, kind) == ("temporal_video_1", "temporal") and torch.equal(latent, clip)
-    del tensors["temporal_video"]
-    ((name, (latent, kind)),) = to_upsample(made, first, tensors).items()
-    assert (name, kind) == ("temporal_video", "temporal") and latent is tensors["s2_video"]
-
-
-def test_stage_2_upsamples_the_video_of_stage_1_and_its_keyframes():
-    made = job(frames=65, rounds=1)
-    tensors = {"s1_video": torch.zeros(1), "s1_generated_keyframes": torch.ones(1)}
-    first, second, *_ = made.stages
-    assert to_upsample(made, first, tensors) == {}
-    assert to_upsample(made, second, tensors) == {
+    tensors, (stage_1, stage_2, first, *_, last) = filled(made.rendering), made.stages
+    tensors |= {"s1_video": torch.zeros(1), "s1_generated_keyframes": torch.ones(1)}
+    assert to_upsample(made, stage_1, tensors) == to_upsample(made, first, tensors) == {}
+    assert to_upsample(made, stage_2, tensors) == {
         "upsampled": (tensors["s1_video"], "spatial"),
         "upsampled_keyframes": (tensors["s1_generated_keyframes"], "spatial"),
     }
     plain = make_job("rain", Size(64, 64, 9, two_stage=True))
     assert [*to_upsample(plain, plain.stages[1], tensors)] == ["upsampled"]
-
-
-@pytest.mark.parametrize(("kind", "told"), [(NEW, True), (OLD, False)])
-def test_a_render_says_where_the_diffusion_decoder_reads_the_keyframes(kind, told):
-    source, file = SimpleNamespace(notes=[]), SimpleNamespace(shapes=[EMBEDDING])
-    files = SimpleNamespace(config={"vae": {}}, source=lambda *_: source)
-    files.files = SimpleNamespace(of=lambda section: file)
-    assert notes(job(kind=kind), files) == []
-    files.config["vae"]["_class_name"] = DIFFUSION_VAE
-    assert ["keyframes" in note for note in notes(job(kind=kind), files)] == [True] * told
-
-
-def test_the_second_round_is_given_the_keyframes_of_the_first_and_begins_on_its_own():
-    rendering = job(frames=65, rounds=2).rendering
-    tensors, clip = filled(rendering), torch.arange(33.0).view(1, 1, -1, 1, 1)
-    for w in rendering.windows[2:]:
-        made = rendering.start(w, tensors | {"temporal_video_1": clip})
-        given = made["given_keyframes"].flatten().tolist()
-        assert given == [-(w.start + frame) / 2 for frame in w.given]  # as numbered in round 1
-        assert made["video"].flatten()[0] == (-w.start if w.number else 0)
-        assert made["upsampled_keyframes"].flatten().tolist() == [w.start / 8 + x / 8 for x in w.generated]
-    assert sorted(rendering.planes(tensors, 2)) == [*range(32, 257, 32)]
-    assert rendering.final(tensors).shape[2] == 33
+    ((name, (latent, kind)),) = to_upsample(made, last, tensors).items()
+    assert (name, kind) == ("temporal_video_1", "temporal")
+    assert torch.equal(latent, made.rendering.clip(tensors, 1))
+    del tensors["temporal_video"]
+    ((name, (latent, kind)),) = to_upsample(made, first, tensors).items()
+    assert (name, kind) == ("temporal_video", "temporal") and latent is tensors["s2_video"]
 
 
 def test_a_padded_clip_ends_with_the_last_frame_that_was_asked_for():
-    padded = job(frames=41, rounds=2)
+    padded, once = job(rounds=2), job().rendering
     assert (padded.output_frames, padded.output_frame_rate) == (161, 96)
     assert padded.latent_shape == (21, 2, 2) and padded.audio_latents == round(49 / 24 * 25)
-    once = job(frames=41).rendering
     assert once.final(filled(once)).flatten().tolist() == [100 + x for x in range(11)]  # of 13
     last = padded.rendering.windows[-1]
     assert last.start + last.frames == 4 * 48 + 1
 
 
+# --- stages ---------------------------------------------------------------------------------------
+
+
 def test_images_stay_at_their_moments():
     images = tuple(ImageCondition("", frame, 0.6) for frame in (0, 12, 26, -1))
-    made = job(images=images)
-    seen = [[x.frame_index for x in made.of(stage).images] for stage in made.stages]
-    assert seen == [[0, 12, 26, 40], [0, 12, 26, 40], [0, 24], [28, 56]]  # window 2 starts at 24
+
+    def frames(made: Job) -> list[list[int]]:
+        return [[image.frame_index for image in made.of(stage).images] for stage in made.stages]
+
+    # The second window starts at 24.
+    assert frames(job(images=images)) == [[0, 12, 26, 40], [0, 12, 26, 40], [0, 24], [28, 56]]
     # Release 1.2.0 does not move them, and its first window has all.
-    made = job(images=images, kind=OLD, frames=145)
-    seen = [[x.frame_index for x in made.of(stage).images] for stage in made.stages[2:]]
-    assert seen[0] == [0, 12, 26, 144] and all(x > 0 for x in seen[1])
+    _, _, first, second = frames(job(images=images, kind=OLD, frames=145))
+    assert first == [0, 12, 26, 144] and all(frame > 0 for frame in second)
 
 
-def test_the_detailing_lora_is_in_stage_2_alone_and_the_distilled_lora_in_all_stages():
-    old = {**OLD, "detailing_loras": DETAIL, "detailing_scale": 2}
-    for kind, every in ((NEW, ()), (old, OLD["stage_2_loras"])):
+def test_stages_have_the_loras_samplers_and_sound_of_their_release():
+    for kind, loras in ((NEW, ()), ({**OLD, "detailing_loras": DETAIL, "detailing_scale": 2}, DISTILLED)):
         first, second, *windows = job(kind=kind).stages
-        assert second.loras == every + DETAIL
-        assert {stage.loras for stage in (first, *windows)} == {every}
-    stages = [(s.sampler, s.noise) for s in job().stages[:3]]
-    assert stages == [("ancestral", (10_000, 1)), ("ancestral", (20_000, 1)), ("ancestral", (1000, 0.5))]
-    assert [s.sampler for s in job(kind=OLD).stages[:3]] == ["euler", "euler", "ancestral"]
-
-
-def test_windows_of_1_2_0_have_no_sound_and_those_of_1_4_hold_and_hear_it():
+        assert second.loras == loras + DETAIL
+        assert {stage.loras for stage in (first, *windows)} == {loras}
     old, new = job(kind=OLD), job()
+    stages = [(stage.sampler, stage.noise) for stage in new.stages[:3]]
+    assert stages == [("ancestral", (10_000, 1)), ("ancestral", (20_000, 1)), ("ancestral", (1000, 0.5))]
+    assert [stage.sampler for stage in old.stages[:3]] == ["euler", "euler", "ancestral"]
+    # Windows of 1.2.0 have no sound, and those of 1.4 hold and hear it.
     assert [bucket.name for bucket in old.buckets][2:] == ["v36-t2-s8-ancestral", "v68-t2-s8-ancestral"]
     first, second = (new.of(stage) for stage in new.stages[2:])
     assert (first.timesteps(True), second.timesteps(True)) == (2, 3)
     assert first.freezes_sound(True) and not new.freezes_sound(True)
     assert [bucket.audio_tokens for bucket in new.buckets] == [51, 51, 20, 30]
+    assert new.own_graphs == ["dfr"]  # a service must not offer the size to requests without inputs
 
 
-@pytest.mark.parametrize(
-    ("kind", "advice"), [(OLD | {"compat": None}, "without"), (NEW | {"compat": "ltx-pipelines-1.2.0"}, "with")]
-)
-def test_a_release_has_dfr_for_one_kind_of_checkpoint(kind, advice):
+def test_a_release_has_dfr_for_one_kind_of_checkpoint():
     check_dfr([job(kind=OLD), job(kind=NEW)])
-    with pytest.raises(UserError, match=advice):
-        check_dfr([job(kind=kind)])
+    for kind, advice in ((OLD | {"compat": None}, "without"), (NEW | {"compat": "ltx-pipelines-1.2.0"}, "with")):
+        with pytest.raises(UserError, match=advice):
+            check_dfr([job(kind=kind)])
 
 
-def test_the_graphs_of_a_render_do_not_count_as_those_of_text_to_video():
-    """A service would offer the size to requests without inputs."""
-    assert job().own_graphs == ["dfr"]
+@pytest.mark.parametrize(("kind", "noted"), [(NEW, True), (OLD, False)])
+def test_a_render_says_where_the_diffusion_decoder_reads_the_keyframes(kind, noted):
+    source, file = SimpleNamespace(notes=[]), SimpleNamespace(shapes=[EMBEDDING])
+    files = SimpleNamespace(config={"vae": {}}, source=lambda *_: source)
+    files.files = SimpleNamespace(of=lambda section: file)
+    assert notes(job(kind=kind), files) == []
+    files.config["vae"]["_class_name"] = DIFFUSION_VAE
+    assert ["keyframes" in note for note in notes(job(kind=kind), files)] == [True] * noted

@@ -1,5 +1,4 @@
-"""A video made longer: which latents each window holds and makes, at which times, and what of the
-decoded clip is shown, and which flags ask for it. What is refused: test_refusals.py."""
+"""A video made longer: the latents, times and frames of its windows, and the flags that ask for it."""
 
 import pytest
 import torch
@@ -14,67 +13,54 @@ from ltx_neuron.sampling import latents
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditions import Retake
 from ltx_neuron.sampling.extension import OVERLAP, Extension, default_window, joined, start_of
-from ltx_neuron.sampling.latent_state import audio_state, initial_states, video_state
+from ltx_neuron.sampling.latent_state import initial_states
 from ltx_neuron.sampling.latents import audio_positions, audio_seconds, video_positions, video_seconds
 from ltx_neuron.sampling.shapes import audio_latent_frames
 from ltx_neuron.service.worker import DENOISED, _percent
 from ltx_neuron.text.encoders import Contexts
 
-SECONDS = 1.0, -1.0, 0.3, -0.1, 5.1, -12.7
 TINY = Extension(1.0, 25, 25, 24.0)
 
 
-def lengths(seconds: float) -> list[Extension]:
+@pytest.fixture(params=[1.0, -1.0, 0.3, -0.1, 5.1, -12.7])
+def extensions(request) -> list[Extension]:
     """Of files, windows and rates that there are."""
     found = [
-        Extension(seconds, source, window, rate)
+        Extension(request.param, source, window, rate)
         for source in (9, 10, 25, 100, 241)
         for window in (25, 33, 121)
         for rate in (24.0, 29.97, 8.0, 60.0)
     ]
-    return [each for each in found if each.window_latents <= each.video_latents]
+    return [extension for extension in found if extension.window_latents <= extension.video_latents]
 
 
-def placed(length: int, extension: Extension, stream: str) -> list[int]:
-    """How often each of the clip's latents is made."""
-    times = [0] * length
-    for window in extension.windows:
-        start, (first, stop) = getattr(window, stream), getattr(window, f"new_{stream}")
-        for latent in range(start + first, start + stop):
-            times[latent] += 1
-    return times
-
-
-@pytest.mark.parametrize("seconds", SECONDS)
-def test_what_is_new_is_made_once_and_what_is_known_never(seconds):
-    for extension in lengths(seconds):
+def test_what_is_new_is_made_once_and_what_is_known_never(extensions):
+    for extension in extensions:
         extension.check()
-        for stream, length, known in (
-            ("video", extension.video_latents, extension.known_video),
-            ("audio", extension.audio_latents, extension.known_audio),
-        ):
-            wanted = [1] * length
-            wanted[known] = [0] * len(wanted[known])
-            assert placed(length, extension, stream) == wanted
-            assert 0 in wanted and 1 in wanted
+        for stream in ("video", "audio"):
+            length, known = (getattr(extension, name) for name in (f"{stream}_latents", f"known_{stream}"))
+            made = torch.zeros(length)
+            for window in extension.windows:
+                start, (first, stop) = getattr(window, stream), getattr(window, f"new_{stream}")
+                made[start + first : start + stop] += 1
+            wanted = torch.ones(length)
+            wanted[known] = 0
+            assert torch.equal(made, wanted) and 0 < wanted.sum() < length
 
 
-@pytest.mark.parametrize("seconds", SECONDS)
-def test_every_window_lies_in_the_clip_and_holds_what_is_there_by_then(seconds):
-    for extension in lengths(seconds):
+def test_every_window_lies_in_the_clip_and_holds_what_is_there_by_then(extensions):
+    for extension in extensions:
         sound = audio_latent_frames(extension.window_frames, extension.frame_rate)
-        windows = extension.windows
         known = torch.zeros(extension.video_latents)
         known[extension.known_video] = 1
-        for number, window in enumerate(windows, 1):
+        for number, window in enumerate(extension.windows, 1):
             assert window.number == number
             assert 0 <= window.video <= extension.video_latents - extension.window_latents
             assert 0 <= window.audio <= extension.audio_latents - sound
             inside = known[window.video : window.video + extension.window_latents]
             new = slice(*window.new_video)
-            assert not inside[new].any() and inside.sum() == len(inside) - len(inside[new])
-            held = extension.window_latents - len(inside[new])
-            assert held >= min(OVERLAP, extension.known_latents)
+            held = len(inside) - len(inside[new])
+            assert not inside[new].any() and inside.sum() == held >= min(OVERLAP, extension.known_latents)
             inside[:] = 1
             # On the new side sound and picture end together, but for a latent of sound.
             border, heard = window.video, window.audio
@@ -85,84 +71,62 @@ def test_every_window_lies_in_the_clip_and_holds_what_is_there_by_then(seconds):
         assert known.all()
 
 
-@pytest.mark.parametrize("seconds", SECONDS)
-def test_the_new_frames_are_those_next_to_the_files(seconds):
-    for extension in lengths(seconds):
+def test_the_new_frames_are_those_next_to_the_files(extensions):
+    waveform = torch.arange(48000 * 60, dtype=torch.float64).expand(2, -1)
+    for extension in extensions:
         decoded = 8 * (extension.video_latents - 1) + 1
         assert decoded == extension.known_frames + extension.made_frames
         assert extension.known_frames <= extension.source_frames
         assert extension.new_frames == round(abs(extension.seconds) * extension.frame_rate)
-        assert 0 <= extension.made_frames - extension.new_frames < 8
-        taken = extension.decoded
+        surplus = extension.made_frames - extension.new_frames
+        assert 0 <= surplus < 8
         if extension.before:
-            assert taken.stop == extension.made_frames  # up to the file's first
+            assert extension.decoded.stop == extension.made_frames  # up to the file's first
         else:
-            assert taken.start == extension.known_frames  # from behind its last
-        waveform = torch.arange(48000 * 60, dtype=torch.float64).expand(2, -1)
+            assert extension.decoded.start == extension.known_frames  # from behind its last
         heard = extension.heard(waveform, 48000)
-        whole = extension.num_frames / extension.frame_rate
-        assert heard.shape[1] == pytest.approx(whole * 48000, abs=1)
-        surplus = (extension.made_frames - extension.new_frames) * extension.before
-        assert heard[0, 0] == round(surplus / extension.frame_rate * 48000)
+        assert heard.shape[1] == pytest.approx(extension.num_frames / extension.frame_rate * 48000, abs=1)
+        assert heard[0, 0] == round(surplus * extension.before / extension.frame_rate * 48000)
 
 
-def states(extension, window, rows=2, columns=3):
-    size = Size(32 * rows, 32 * columns, extension.window_frames, extension.frame_rate)
-    retake = Retake("", extend=extension.seconds, source_frames=extension.source_frames)
-    start = latents.zeros(*size.sides, size.num_frames, size.frame_rate, torch.float32)
-    given = {}, start, [], COMPAT[None], torch.float32, window
-    return initial_states(make_job("", size, retake=retake), False, *given)
+def states(extension, window, compat: str | None = None, dtype=torch.float32):
+    """The states of both streams of a window of 2 x 3 latents."""
+    size = Size(64, 96, extension.window_frames, extension.frame_rate)
+    retake = Retake(__file__, extend=extension.seconds, source_frames=extension.source_frames)
+    start = latents.zeros(*size.sides, size.num_frames, size.frame_rate, dtype)
+    job = make_job("rain", size, retake=retake)
+    return initial_states(job, False, {}, start, [], COMPAT[compat], dtype, window)
 
 
 @pytest.mark.parametrize("extension", [TINY, Extension(-2.0, 50, 33, 25.0)])
 def test_windows_have_the_times_of_the_clip_they_are_cut_from(extension):
     """The picture's less the sound's, and those within a stream: attention sees no more."""
-    rows, columns = 2, 3
-    clip = video_positions((extension.video_latents, rows, columns), extension.frame_rate)[0, 0]
+    clip = video_positions((extension.video_latents, 2, 3), extension.frame_rate)[0, 0]
     whole = audio_positions(extension.audio_latents)[0, 0]
+    plain = video_positions((extension.window_latents, 2, 3), extension.frame_rate)
     for window in extension.windows:
         video, audio = states(extension, window)
-        tokens = slice(window.video * rows * columns, (window.video + extension.window_latents) * rows * columns)
-        offset = clip[tokens][0] - video.positions[0, 0, 0]
-        assert torch.allclose(video.positions[0, 0] + offset, clip[tokens], atol=1e-5)
+        seen = clip[window.video * 6 : (window.video + extension.window_latents) * 6]
+        offset = seen[0] - video.positions[0, 0, 0]
+        assert torch.allclose(video.positions[0, 0] + offset, seen, atol=1e-5)
         heard = whole[window.audio :][: len(audio.denoise_mask)] - window.sound_offset
         assert torch.allclose(audio.positions[0, 0] + offset, heard, atol=1e-5)
-        plain = video_positions((extension.window_latents, rows, columns), extension.frame_rate)
         assert torch.equal(video.positions[:, 1:], plain[:, 1:])
-
-
-def test_one_window_that_sees_all_of_a_file_is_a_retake_of_the_longer_clip():
-    extension = Extension(16 / 24, 25, 41, 24.0)
-    (window,) = extension.windows
-    video, audio = states(extension, window)
-    whole = video_state(torch.zeros(1, 128, 6, 2, 3), 24.0, [])
-    times = 25 / 24, 41 / 24
-    retake = whole.retake(video_seconds(6, 24.0), *times)
-    assert torch.equal(video.denoise_mask, retake.denoise_mask)
-    assert torch.equal(video.positions, whole.positions)
-    sound = audio_state(torch.zeros(1, 8, 43, 16)).retake(audio_seconds(43), *times)
-    assert torch.equal(audio.denoise_mask, sound.denoise_mask)
-    assert torch.equal(audio.positions, sound.positions)
 
 
 @pytest.mark.parametrize("seconds", [1.0, -1.0])
 def test_windows_round_their_times_as_the_first_release_rounded_a_clips(seconds):
     """--compat ltx-core-1.0.0 in bf16: bounds, then middles; what begins at 0 is such a clip."""
-    extension, dtype, shape = Extension(seconds, 25, 25, 24.0), torch.bfloat16, (4, 2, 3)
-    job = make_job("rain", Size(64, 96, 25), retake=Retake(__file__, extend=seconds, source_frames=25))
-    sound = audio_latent_frames(25, 24.0)
-    start = torch.zeros(1, 128, *shape, dtype=dtype), torch.zeros(1, 8, sound, 16, dtype=dtype)
+    extension, dtype = Extension(seconds, 25, 25, 24.0), torch.bfloat16
     for window in extension.windows:
-        found = [
-            [state.positions.float() for state in initial_states(*given, dtype, window)]
+        (video, audio), (exact, heard) = (
+            [state.positions.float() for state in states(extension, window, compat, dtype)]
             for compat in ("ltx-core-1.0.0", None)
-            for given in [(job, False, {}, start, [], COMPAT[compat])]
-        ]
-        (video, audio), (exact, heard) = found
+        )
         assert torch.equal(audio, heard) and not torch.equal(video, exact)
         if not window.video:
-            assert torch.equal(video, video_positions(shape, 24.0, dtype).float())
-            assert torch.equal(exact, video_positions(shape, 24.0))
+            assert torch.equal(video, video_positions((4, 2, 3), 24.0, dtype).float())
+            assert torch.equal(exact, video_positions((4, 2, 3), 24.0))
 
 
 @pytest.mark.timeout(60)  # it would have been cut into windows without end
@@ -196,47 +160,42 @@ def test_a_window_goes_on_from_those_before_it(seconds):
     assert not video[:, :, extension.known_latents :].any() or extension.before  # left as it was
 
 
-# --- flags ----------------------------------------------------------------------------------------
+# --- jobs -----------------------------------------------------------------------------------------
 
 
 def test_windows_are_as_long_as_any_clip_or_as_all_that_there_is(clip):
     path = clip(26)
-    found = said("--video-path", path, "--extend", 1.5)
-    assert found.retake == Retake(path, extend=1.5, source_frames=26)
+    extended = said("--video-path", path, "--extend", 1.5)
+    assert extended.retake == Retake(path, extend=1.5, source_frames=26)
     # 4 latents of the file and 5 new ones.
-    assert found.size == Size(32, 64, 65, 24.0) and len(found.stages) == 1
+    assert extended.size == Size(32, 64, 65, 24.0) and len(extended.stages) == 1
     assert said("--video-path", path, "--extend", 60).size.num_frames == 121
     assert default_window(-1.5, 26, 24.0) == 65  # 3 and 6, of which the first is of one frame
     typed = said("--video-path", path, "--extend", -1.5, "--num-frames", 25)
     assert typed.size.num_frames == 25 and [s.window.number for s in typed.stages] == [*range(1, 7)]
-    for each in (found, typed):
-        each.check()
+    for job in (extended, typed):
+        job.check()
 
 
 def test_windows_share_the_graph_of_a_retake_of_as_many_frames(clip):
-    windows = said("--video-path", clip(26), "--extend", 3, "--num-frames", 25)
+    words = "--video-path", clip(26), "--extend", 3, "--num-frames", 25
+    windows = said(*words)
     retake = make_job("rain", Size(32, 64, 25), retake=Retake(clip(26), 0.1, 0.2))
     assert windows.buckets == windows.buckets_to_compile == retake.buckets
     assert len(windows.stages) == 9 and {s.name for s in windows.stages} == {"stage_1"}
     assert (windows.video_key, windows.audio_key) == ("s1_video", "s1_audio")  # joined
-    size = "--extend", 3, "--num-frames", 25
-    dev = said("--video-path", clip(26), *size, "--recipe", "dev")
+    dev = said(*words, "--recipe", "dev")
     assert all(stage.guided and stage.steps == 40 for stage in dev.stages)
     assert len(dev.stages) > 1 and weight_sets(dev) == 1  # none of them is a second stage
 
 
-def test_what_is_left_names_the_windows():
+def test_what_is_left_names_the_windows_and_each_brings_the_job_forward():
     job = make_job("rain", Size(32, 64, 25), retake=Retake(__file__, extend=1, source_frames=26))
-    run = JobRun(job, [Contexts(*torch.zeros(3, 1), None)])
-    said = []
+    run, left = JobRun(job, [Contexts(*torch.zeros(3, 1), None)]), []
     for stage in job.stages:
-        said.append(run.left)
+        left.append(run.left)
         run.finish(stage, torch.zeros(1), torch.zeros(1))
-    assert said == ["windows 1 to 3 of 3 are left", "windows 2 to 3 of 3 are left", "window 3 of 3 is left"]
+    assert left == ["windows 1 to 3 of 3 are left", "windows 2 to 3 of 3 are left", "window 3 of 3 is left"]
     assert run.left == "the decoding is left"
-
-
-def test_every_window_brings_a_job_forward():
-    job = make_job("rain", Size(32, 64, 25), retake=Retake(__file__, extend=1, source_frames=26))
     percents = [_percent(job, stage, step) for stage in job.stages for step in (0, 4, 8)]
     assert percents == [DENOISED * done // 24 for done in (0, 4, 8, 8, 12, 16, 16, 20, 24)]

@@ -8,21 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from golden.patches import later_semantics
-from helpers import (
-    FP32_ROUNDING,
-    STREAMS,
-    Held,
-    block_summands,
-    call,
-    fp32_bound,
-    ltx_model,
-    made_config,
-    randn,
-    rel,
-    step_inputs,
-    step_number,
-)
+from helpers import FP32_ROUNDING, STREAMS, Held, call, ltx_model, made_config, randn, rel, step_inputs, step_number
 from jobs import make_job, replace
+from steps import EQUAL, ltx_state
 from tiny import TinySizes
 from typed import said
 
@@ -32,7 +20,7 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.models.guided import Guide
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import dit_program
-from ltx_neuron.models.signatures import PASSES
+from ltx_neuron.models.signatures import NO_VOICE, PASSES
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.guidance import (
     DEFAULT_STEPS,
@@ -48,8 +36,6 @@ from ltx_neuron.sampling.schedules import ltx2_schedule, sigma_pairs
 from ltx_neuron.sampling.shapes import GUIDED_MAX_STEPS
 from ltx_neuron.sampling.spec import GuidanceFields, flag_of
 
-# Three blocks of a width of 32
-EQUAL = fp32_bound(*block_summands(32) * 3)
 # Elementwise arithmetic alone, at most sixteen roundings of an element
 EXACT = 16 * FP32_ROUNDING
 SHOWS = 5e-3  # passes differ from each other by 0.01 and more
@@ -119,11 +105,9 @@ def guide(video, audio, enabled=(1.0, 1.0), **changed) -> dict[str, torch.Tensor
     return Guide()(values)
 
 
-@pytest.mark.parametrize("stream", STREAMS)
-@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
-def test_a_guided_step_whose_latents_are_broken_says_so_in_one_number(stream, value):
-    (healthy,) = guide(OFF, OFF)["finite"]
-    assert healthy.isfinite()
+@pytest.mark.parametrize(("stream", "value"), [("video", "nan"), ("audio", "-inf")])
+def test_one_broken_latent_of_a_guided_step_shows_in_one_number(stream, value):
+    assert guide(OFF, OFF)["finite"].isfinite().all()
     broken = predictions()[f"cond_{stream}"].clone()
     broken[0, -1, 5] = float(value)
     (number,) = guide(OFF, OFF, **{f"cond_{stream}": broken})["finite"]
@@ -171,148 +155,110 @@ def test_a_stream_that_skips_a_step_takes_it_with_its_last_prediction(skipped):
     assert torch.equal(ours[f"{other}_latent"], always[f"{other}_latent"])
 
 
+OWN = 5  # the clip's own tokens of a sound with a voice behind them
+VOICELESS = randn(1, AUDIO_TOKENS, 128, seed=70)
+
+
+def guided_by_a_voice(scale: float, rescale: float = 0.0) -> dict[str, torch.Tensor]:
+    both = OFF | {"cfg_scale": 2.0, "modality_scale": 3.0, "rescale_scale": rescale}
+    mask, clean = torch.ones(AUDIO_TOKENS, 1), randn(1, AUDIO_TOKENS, 128, seed=77)
+    mask[OWN:] = 0
+    more = {
+        f"{NO_VOICE}_audio": VOICELESS,
+        "audio_denoise_mask": mask,
+        "audio_clean_latent": clean,
+        "identity": torch.tensor([scale]),
+    }
+    return guide(both, both, **more)
+
+
+def test_a_voice_adds_a_term_to_the_clips_own_sound_alone():
+    off, on = guided_by_a_voice(0.0), guided_by_a_voice(3.0)
+    term = 3 * (predictions()["cond_audio"] - VOICELESS)
+    assert rel(on["guided_audio"][:, :OWN] - off["guided_audio"][:, :OWN], term[:, :OWN]) < 1e-5
+    assert torch.equal(on["guided_audio"][:, OWN:], off["guided_audio"][:, OWN:])
+    assert torch.equal(on["guided_video"], off["guided_video"])
+
+
+def test_a_rescale_follows_the_voices_term_and_counts_its_tokens():
+    x0, cond = guided_by_a_voice(3.0)["guided_audio"], predictions()["cond_audio"]
+    rescaled = guided_by_a_voice(3.0, 0.7)["guided_audio"]
+    assert rel(rescaled, x0 * (0.7 * cond.std() / x0.std() + 0.3)) < 1e-5
+    own = x0[:, :OWN] * (0.7 * cond[:, :OWN].std() / x0[:, :OWN].std() + 0.3)
+    assert rel(rescaled[:, :OWN], own) > SHOWS
+
+
 # --- the passes ----------------------------------------------------------------------------------
-@cache
-def model():
-    content, config = made_config(TinySizes(layers=LAYERS))
-    ltx = ltx_model(content)
-    return ltx, config, ltx.state_dict()
-
-
-@cache
-def values() -> dict[str, torch.Tensor]:
-    video, held = state()
-    inputs = step_inputs(model()[1], model()[2], ltx2_schedule(STEPS), video.positions, AUDIO_TOKENS, held)
-    return inputs | step_number(STEP)
-
-
-def our_pass(keep: torch.Tensor, enabled=(1.0, 1.0)) -> dict[str, torch.Tensor]:
-    """The x0 predictions of one pass at STEP, by our whole-pass graph."""
-    _, config, weights = model()
-    bucket = Bucket(state()[0].positions.shape[2], AUDIO_TOKENS, len(state()[1].masks), STEPS, guided=True)
-    program = dit_program(config, bucket, 1, SingleRank(), torch.float32, 0)
-    steps = torch.ones(STEPS, 2)
-    steps[STEP] = torch.tensor(enabled)
-    outputs = call(program, "step", 0, weights, values() | {"keep": keep, "enabled_steps": steps})
-    return {stream: outputs[f"{stream}_x0"] for stream in STREAMS}
-
-
-def of(video: dict, audio: dict, name: str) -> dict[str, torch.Tensor]:
-    """A pass as Guidance asks for it."""
-    return our_pass(guidance_of(video, audio).keep(name, LAYERS, torch.float32))
-
-
-def ltx_perturbations(perturbed):
-    """ltx-core's configuration. perturbed: (type, blocks), None being all blocks."""
-    from ltx_core.guidance import perturbations as ltx
-
-    each = [ltx.Perturbation(ltx.PerturbationType[kind], blocks) for kind, blocks in perturbed]
-    return ltx.BatchedPerturbationConfig([ltx.PerturbationConfig(each)])
-
-
-def ltx_pass(perturbed=(), enabled=(True, True)) -> dict[str, torch.Tensor]:
-    """The same by ltx-core."""
-    from ltx_core.model.transformer import X0Model
-    from ltx_core.types import LatentState
-    from ltx_pipelines.utils.helpers import modality_from_latent_state
-
-    def bounds(middles):  # ltx-core takes the middle of these
-        return torch.stack([middles, middles], dim=-1)
-
-    given, (video, _) = values(), state()
-    states = (
-        LatentState(given["video_latent"], video.denoise_mask[None], bounds(video.positions), video.clean_latent),
-        LatentState(
-            given["audio_latent"],
-            torch.ones(1, AUDIO_TOKENS, 1),
-            bounds(audio_positions(AUDIO_TOKENS)),
-            torch.zeros_like(given["audio_latent"]),
-        ),
-    )
-    sigma = given["sigmas"][STEP, 0, 0]
-    modalities = [
-        modality_from_latent_state(one, given[f"{stream}_context"], sigma, on)
-        for one, stream, on in zip(states, STREAMS, enabled, strict=True)
-    ]
-    with later_semantics(), torch.no_grad():
-        outputs = X0Model(model()[0])(*modalities, ltx_perturbations(perturbed))
-    return dict(zip(STREAMS, outputs, strict=True))
-
-
-def distances(ours, theirs) -> dict[str, float]:
-    return {stream: rel(ours[stream], theirs[stream]) for stream in STREAMS}
-
-
 def stg(blocks, scale=1.0) -> dict:
     return OFF | {"stg_scale": scale, "stg_blocks": blocks}
 
 
-VIDEO_SELF, AUDIO_SELF = "SKIP_VIDEO_SELF_ATTN", "SKIP_AUDIO_SELF_ATTN"
-A2V, V2A = "SKIP_A2V_CROSS_ATTN", "SKIP_V2A_CROSS_ATTN"
-PASS_CASES = {
-    "conditional": (OFF, OFF, "cond", ()),
-    "one block, both streams": (stg((1,)), stg((1,)), "perturbed", ((VIDEO_SELF, [1]), (AUDIO_SELF, [1]))),
-    "other blocks in each stream": (stg((0, 2)), stg((1,)), "perturbed", ((VIDEO_SELF, [0, 2]), (AUDIO_SELF, [1]))),
-    "all blocks, video alone": (stg((0, 1, 2)), OFF, "perturbed", ((VIDEO_SELF, None),)),
-    "audio alone, video's blocks unused": (stg((0,), 0.0), stg((2,)), "perturbed", ((AUDIO_SELF, [2]),)),
-    "isolated": (OFF, OFF, "isolated", ((A2V, None), (V2A, None))),
-}
+def test_what_is_kept_in_each_block_is_ltx_cores_mask():
+    """Predictions of the passes that keep so much: test/integration/test_golden.py, "guided"."""
+    from ltx_core.guidance import perturbations as ltx
 
+    kinds = [ltx.PerturbationType[f"SKIP_{x}_ATTN"] for x in ("VIDEO_SELF", "AUDIO_SELF", "A2V_CROSS", "V2A_CROSS")]
 
-@pytest.mark.parametrize("name", PASS_CASES)
-def test_a_pass_predicts_what_ltx_core_does(name):
-    video, audio, kind, perturbed = PASS_CASES[name]
-    ours = of(video, audio, kind)
-    assert max(distances(ours, ltx_pass(perturbed)).values()) < EQUAL
-    if kind != "cond":
-        assert max(distances(ours, ltx_pass()).values()) > SHOWS
+    def theirs(*perturbed) -> torch.Tensor:
+        skipped = [ltx.Perturbation(kinds[kind], blocks) for kind, blocks in perturbed]
+        batched = ltx.BatchedPerturbationConfig([ltx.PerturbationConfig(skipped)])
+        masks = [[batched.mask(kind, block, "cpu", torch.float32) for kind in kinds] for block in range(4)]
+        return torch.stack([torch.cat(row) for row in masks])
 
-
-BOTH_IN_BLOCK_1 = ((VIDEO_SELF, [1]), (AUDIO_SELF, [1]))
+    for video, audio, name, perturbed in (
+        (OFF, OFF, "cond", ()),
+        (stg((0, 3)), stg((2,)), "perturbed", ((0, [0, 3]), (1, [2]))),
+        (stg((0,), 0.0), stg((2,)), "perturbed", ((1, [2]),)),
+        (OFF, OFF, "isolated", ((2, None), (3, None))),
+    ):
+        assert torch.equal(guidance_of(video, audio).keep(name, 4, torch.float32), theirs(*perturbed))
 
 
 @pytest.mark.parametrize("enabled", [(True, False), (False, True)], ids=["audio disabled", "video disabled"])
-@pytest.mark.parametrize("perturbed", [(), BOTH_IN_BLOCK_1], ids=["conditional", "perturbed"])
-def test_a_stream_that_skips_a_step_is_seen_by_the_other_as_ltx_core_has_it(enabled, perturbed):
-    keep = guidance_of(stg((1,)), stg((1,))).keep("perturbed" if perturbed else "cond", LAYERS, torch.float32)
-    ours, theirs = our_pass(keep, tuple(map(float, enabled))), ltx_pass(perturbed, enabled)
-    assert max(distances(ours, theirs).values()) < EQUAL
-    other = STREAMS[enabled.index(True)]
-    assert rel(ours[other], ltx_pass(perturbed)[other]) > SHOWS  # it matters to the other stream
+def test_a_stream_that_skips_a_step_is_seen_by_the_other_as_ltx_core_has_it(enabled):
+    from ltx_core.guidance.perturbations import BatchedPerturbationConfig, PerturbationConfig
+    from ltx_core.model.transformer import X0Model
+    from ltx_pipelines.utils.helpers import modality_from_latent_state
 
-
-def test_what_is_kept_in_each_block_is_ltx_cores_mask():
-    from ltx_core.guidance.perturbations import PerturbationType
-
-    batched = ltx_perturbations([(VIDEO_SELF, [0, 3]), (AUDIO_SELF, [2])])
-    columns = [PerturbationType[kind] for kind in (VIDEO_SELF, AUDIO_SELF, A2V, V2A)]
-    wanted = torch.stack(
-        [torch.cat([batched.mask(kind, block, "cpu", torch.float32) for kind in columns]) for block in range(4)]
+    content, config = made_config(TinySizes(layers=2))
+    ltx, (video, held), steps = ltx_model(content), state(), torch.ones(STEPS, 2)
+    values = step_inputs(config, ltx.state_dict(), ltx2_schedule(STEPS), video.positions, AUDIO_TOKENS, held)
+    sound = values["audio_latent"]
+    silence, free = torch.zeros_like(sound), torch.ones(AUDIO_TOKENS, 1)
+    states = (
+        ltx_state(values["video_latent"], video.denoise_mask, video.positions, video.clean_latent),
+        ltx_state(sound, free, audio_positions(AUDIO_TOKENS), silence),
     )
-    assert torch.equal(guidance_of(stg((0, 3)), stg((2,))).keep("perturbed", 4, torch.float32), wanted)
+    sigma, nothing = values["sigmas"][STEP, 0, 0], BatchedPerturbationConfig([PerturbationConfig([])])
+
+    def theirs(*on: bool) -> list[torch.Tensor]:
+        contexts = values["video_context"], values["audio_context"]
+        streams = [modality_from_latent_state(x, y, sigma, z) for x, y, z in zip(states, contexts, on, strict=True)]
+        with later_semantics(), torch.no_grad():
+            return X0Model(ltx)(*streams, nothing)
+
+    bucket = Bucket(video.positions.shape[2], AUDIO_TOKENS, len(held.masks), STEPS, guided=True)
+    program = dit_program(config, bucket, 1, SingleRank(), torch.float32, 0)
+    steps[STEP] = torch.tensor(enabled).float()
+    inputs = values | step_number(STEP) | {"keep": torch.ones(2, 4), "enabled_steps": steps}
+    outputs = call(program, "step", 0, ltx.state_dict(), inputs)
+    wanted, other = theirs(*enabled), enabled.index(True)
+    for stream, x0 in zip(STREAMS, wanted, strict=True):
+        assert rel(outputs[f"{stream}_x0"], x0) < EQUAL
+    assert rel(outputs[f"{STREAMS[other]}_x0"], theirs(True, True)[other]) > SHOWS  # it matters to the other stream
 
 
 # --- which passes a step runs --------------------------------------------------------------------
-class RecordingRanks:
-    """Stands for the ranks: keeps what would be uploaded and defined."""
+@pytest.fixture
+def defined(ranks):
+    """defined(guidance): the sequence of every step of a stage with that guidance."""
 
-    def __init__(self):
-        self.tensors, self.sequences = {}, {}
+    def sequence(guidance: Guidance, compat_1_0_0: bool = False) -> list[str]:
+        bucket = Bucket(2, 3, 1, max_steps=8, guided=True)
+        contexts = [SimpleNamespace(video=torch.full((1,), i), audio=torch.full((1,), -i)) for i in (1, 2)]
+        return prepare_passes(ranks, bucket, guidance, range(6), contexts, LAYERS, torch.float32, compat_1_0_0)
 
-    def put(self, _, like=None, **tensors):
-        self.tensors |= tensors
-
-    def define(self, _, sequence, runs):
-        self.sequences[sequence] = runs
-
-
-def defined(guidance: Guidance, steps=6, compat_1_0_0=False):
-    """(ranks, the sequence of every step) of a stage with that guidance."""
-    ranks = RecordingRanks()
-    bucket = Bucket(2, 3, 1, max_steps=8, guided=True)
-    contexts = [SimpleNamespace(video=torch.full((1,), i), audio=torch.full((1,), -i)) for i in (1, 2)]
-    model = LAYERS, torch.float32, compat_1_0_0
-    return ranks, prepare_passes(ranks, bucket, guidance, range(steps), contexts, *model)
+    return sequence
 
 
 NEEDED = {
@@ -325,53 +271,40 @@ NEEDED = {
 }
 
 
-@pytest.mark.parametrize("name", NEEDED)
-def test_a_step_runs_the_passes_that_a_stream_needs_and_no_other(name):
-    video, audio, needed = NEEDED[name]
+@pytest.mark.parametrize(("video", "audio", "needed"), NEEDED.values(), ids=NEEDED)
+def test_a_step_runs_the_passes_that_a_stream_needs_and_no_other(ranks, defined, video, audio, needed):
     guidance = guidance_of(video, audio)
-    assert guidance.passes() == needed
-    ranks, sequence = defined(guidance)
+    assert guidance.passes() == needed and defined(guidance) == ["guided"] * 6
     *passes, (last, unread, _) = ranks.sequences["guided"]
     assert [writes["video_x0"] for _, _, writes in passes] == [f"{kind}_video" for kind in needed]
     assert (last, unread) == ("guide", {f"{k}_{s}": f"cond_{s}" for k in PASSES if k not in needed for s in STREAMS})
-    assert sequence == ["guided"] * 6
-    job = make_job("a", recipe="dev", guidance=guidance)
-    assert len(job.prompts) == (2 if "uncond" in needed else 1)
-
-
-def test_a_step_that_both_streams_skip_runs_no_pass():
-    guidance = guidance_of(FULL | {"skip_step": 1}, FULL | {"skip_step": 2})
-    ranks, sequence = defined(guidance)
-    assert sequence == ["guided", "repeat", "guided", "guided", "guided", "repeat"]
-    assert [run for run, _, _ in ranks.sequences["repeat"]] == ["guide"]
-    assert ranks.tensors["enabled_steps"][:6].tolist() == [[1, 1], [0, 0], [1, 0], [0, 1], [1, 0], [0, 0]]
-
-
-def test_the_negative_pass_reads_both_negative_contexts():
-    ranks, _ = defined(guidance_of(FULL, FULL))
-    _, reads, _ = ranks.sequences["guided"][1]
-    assert ranks.tensors[reads["video_context"]].item() == 2
-    assert ranks.tensors[reads["audio_context"]].item() == -2
+    assert len(make_job("a", recipe="dev", guidance=guidance).prompts) == (2 if "uncond" in needed else 1)
+    for _, reads, writes in passes:  # the negative pass reads both negative contexts
+        if writes["video_x0"] == "uncond_video":
+            assert [ranks.tensors[reads[f"{stream}_context"]].item() for stream in STREAMS] == [2, -2]
 
 
 @pytest.mark.parametrize("compat", [False, True])
-def test_only_the_first_release_computes_a_skipped_stream_in_the_negative_pass(compat):
-    ranks, _ = defined(guidance_of(FULL | {"skip_step": 1}, FULL), compat_1_0_0=compat)
+def test_a_step_that_both_streams_skip_runs_no_pass(ranks, defined, compat):
+    """Only the first release computes a skipped stream in the negative pass."""
+    sequence = defined(guidance_of(FULL | {"skip_step": 1}, FULL | {"skip_step": 2}), compat)
+    assert sequence == ["guided", "repeat", "guided", "guided", "guided", "repeat"]
+    assert [run for run, _, _ in ranks.sequences["repeat"]] == ["guide"]
+    assert ranks.tensors["enabled_steps"][:6].tolist() == [[1, 1], [0, 0], [1, 0], [0, 1], [1, 0], [0, 0]]
     reads = {writes["video_x0"]: reads for _, reads, writes in ranks.sequences["guided"][:-1]}
     assert [name for name, read in reads.items() if "enabled_steps" in read] == (["uncond_video"] if compat else [])
-    if compat:
-        assert ranks.tensors["enabled_always"].all()
-
-
-@pytest.mark.parametrize("skip", range(4))
-def test_skipped_steps_are_those_of_ltx_core(skip):
-    from ltx_core.components.guiders import MultiModalGuider, MultiModalGuiderParams
-
-    guider, ours = (MultiModalGuider(MultiModalGuiderParams(skip_step=skip)), StreamGuidance(skip_step=skip))
-    assert [ours.computes(step) for step in range(12)] == [not guider.should_skip_step(step) for step in range(12)]
+    assert not compat or ranks.tensors["enabled_always"].all()
 
 
 # --- schedule, defaults, flags -------------------------------------------------------------------
+def test_skipped_steps_are_those_of_ltx_core():
+    from ltx_core.components.guiders import MultiModalGuider, MultiModalGuiderParams
+
+    for skip in range(4):
+        guider, ours = MultiModalGuider(MultiModalGuiderParams(skip_step=skip)), StreamGuidance(skip_step=skip)
+        assert [ours.computes(step) for step in range(12)] == [not guider.should_skip_step(step) for step in range(12)]
+
+
 def test_the_schedule_is_ltx_cores_for_every_number_of_steps():
     from ltx_core.components.schedulers import LTX2Scheduler
 
@@ -398,23 +331,17 @@ def test_defaults_are_those_of_ltx_pipelines():
         assert ours | {"stg_blocks": list(ours["stg_blocks"])} == theirs
 
 
-def guidance_by_flags(*words) -> Guidance | None:
-    return said("--recipe", "dev", *words).guidance
-
-
 def test_flags_have_the_names_and_meanings_of_ltx_pipelines():
     from ltx_pipelines.utils.args import default_1_stage_arg_parser
     from ltx_pipelines.utils.constants import LTX_2_3_PARAMS
 
     theirs = default_1_stage_arg_parser(params=LTX_2_3_PARAMS)._option_string_actions
     assert {*map(flag_of, GuidanceFields.model_fields)} <= theirs.keys()
-    parsed = guidance_by_flags(
-        "--a2v-guidance-scale", "2", "--audio-stg-blocks", "1", "2", "--video-stg-blocks", "--video-skip-step", "1"
-    )
+    words = "--a2v-guidance-scale", 2, "--audio-stg-blocks", 1, 2, "--video-stg-blocks", "--video-skip-step", 1
     # a2v is video's.
     wanted = replace(DEFAULTS.video, modality_scale=2.0, stg_blocks=(), skip_step=1)
-    assert parsed == Guidance(wanted, replace(DEFAULTS.audio, stg_blocks=(1, 2)))
-    assert guidance_by_flags() is None
+    assert said("--recipe", "dev", *words).guidance == Guidance(wanted, replace(DEFAULTS.audio, stg_blocks=(1, 2)))
+    assert said("--recipe", "dev").guidance is None
 
 
 def test_blocks_that_the_model_lacks_are_named_unless_nothing_reads_them():

@@ -1,11 +1,10 @@
-"""What a caller of the Python API passes is checked by one table, a sentence for each mistake."""
+"""What a job takes, and the sizes that follow from it."""
 
 import numpy as np
 import pytest
 from conftest import ROOT
 from fuzz import on_random
 from jobs import make_job
-from typed import said
 
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Job, Size
@@ -37,23 +36,21 @@ def test_a_legal_size_is_taken_whatever_else_is_left_to_its_default():
 
     def taken(chance) -> None:
         recipe, stages = chance.choice(("distilled", "dev")), chance.choice((1, 2))
-        unit, rate = 32 * stages, chance.choice((1, 12.5, 24, 25, 30000 / 1001, 60))
+        rate = chance.choice((1, 12.5, 24, 25, 30000 / 1001, 60))
         frames = 8 * chance.choice((0, 1, 2, chance.randrange(200))) + 1
-        words = ["--num-frames", frames, "--frame-rate", rate, "--recipe", recipe]
+        fields = {"num_frames": frames, "frame_rate": rate, "recipe": recipe, "two_stage": stages == 2}
         if recipe == "dev" and stages == 1 and chance.random() < 0.2:
-            words += ["--sound-only"]
+            fields["sound_only"] = True
         else:
-            words += ["--height", unit * chance.randint(1, 40)]
-            words += ["--width", unit * chance.randint(1, 40)]
-            words += ["--tail-frames", 8 * chance.randrange(20)] * (chance.random() < 0.3)
-            words += ["--upscale", "both"] * (stages == 1 and chance.random() < 0.3)
-        words += ["--two-stage"] * (stages - 1)
-        words += ["--sampler", "res_2s"] * (stages == 2 and recipe == "dev" and frames % 16 == 1)
-        words += ["--nag-scale", 11] * (recipe == "distilled" and chance.random() < 0.3)
+            fields |= {side: 32 * stages * chance.randint(1, 40) for side in ("height", "width")}
+            fields |= {"tail_frames": 8 * chance.randrange(20)} if chance.random() < 0.3 else {}
+            fields |= {"upscale": "both"} if stages == 1 and chance.random() < 0.3 else {}
+        fields |= {"sampler": "res_2s"} if stages == 2 and recipe == "dev" and frames % 16 == 1 else {}
+        fields |= {"nag_scale": 11.0} if recipe == "distilled" and chance.random() < 0.3 else {}
         if audio_latent_frames(frames, rate):  # as every clip from 0.02 s on has
-            job = said(*words)
-            job.check()
-            assert job.output_size.num_frames == frames and job.buckets
+            made = Job.validated({"prompt": "rain"} | fields)
+            made.check()
+            assert made.output_size.num_frames == frames and made.buckets
 
     on_random(taken)
 
@@ -68,6 +65,8 @@ def test_the_upsampler_of_one_and_a_half_makes_stage_1_two_thirds_of_the_size():
     assert (job.height, job.two_stage) == (96, True)
     assert job.describe()["spatial_scale"] == 1.5
     assert "spatial_scale" not in make_job("rain", Size(two_stage=True)).describe()
-    said = "height {} is not a multiple of 96 .two stages, the second 1.5 times the first.; "
-    with pytest.raises(UserError, match=said.format(512) + "nearest valid: 480 or 576"):
+    message = (
+        "height 512 is not a multiple of 96 .two stages, the second 1.5 times the first.; nearest valid: 480 or 576"
+    )
+    with pytest.raises(UserError, match=message):
         Size(512, 768, 9, two_stage=True, spatial_scale=1.5).check()

@@ -1,9 +1,8 @@
-"""The state a stage starts from: noise drawn as ltx-core draws it, and images held as it holds
-them."""
+"""The state a stage starts from: noise drawn as ltx-core draws it, and images held as it holds them."""
 
 import pytest
 import torch
-from helpers import FP32_ROUNDING, STREAMS, furthest, generator, randn
+from helpers import FP32_ROUNDING, furthest, generator, randn
 from jobs import make_job, replace
 
 from ltx_neuron.job import Size
@@ -15,6 +14,8 @@ from ltx_neuron.sampling.schedules import STAGE_2_SIGMAS
 
 SHAPE, FPS, AUDIO_FRAMES = (3, 2, 4), 24.0, 18
 PER_FRAME = SHAPE[1] * SHAPE[2]
+SCALES = 1.0, STAGE_2_SIGMAS[0]
+VIDEO, AUDIO = randn(1, 128, *SHAPE, seed=1), randn(1, 8, AUDIO_FRAMES, 16, seed=2)
 # Later releases interpolate where 1.0.0 sums two products: four roundings of numbers below 5 each
 BLEND = 2 * 4 * 5 * FP32_ROUNDING
 SHOWS = 0.1  # noise and latents have unit size: another blend is this far off somewhere
@@ -44,10 +45,10 @@ def ltx_state(latent, images=(), stream="video"):
     return state
 
 
-def ltx_noised(state, seed, scale=1.0):
+def ltx_noised(state, scale=1.0):
     from ltx_core.components.noisers import GaussianNoiser
 
-    return GaussianNoiser(generator(seed))(state, scale)
+    return GaussianNoiser(generator(10))(state, scale)
 
 
 def middles(bounds):
@@ -58,19 +59,8 @@ def image(frame_index=0, strength=1.0, seed=5):
     return ImageCondition("", frame_index, strength), randn(1, 128, 1, *SHAPE[1:], seed=seed)
 
 
-def latents(dtype=torch.float32):
-    video, audio = randn(1, 128, *SHAPE, seed=1), randn(1, 8, AUDIO_FRAMES, 16, seed=2)
-    return {"video": video.to(dtype), "audio": audio.to(dtype)}
-
-
-def our_noised(state, seed=10, scale=1.0, compat=False):
-    return state.noised(generator(seed), scale, compat)
-
-
-def noised(tokens, generator, scale, compat=False):
-    """Tokens that are all free."""
-    state = LatentState(tokens, tokens, torch.ones(tokens.shape[1], 1), torch.empty(0))
-    return state.noised(generator, scale, compat)
+def our_noised(state, scale=1.0, compat=False):
+    return state.noised(generator(10), scale, compat)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -78,156 +68,112 @@ def noised(tokens, generator, scale, compat=False):
 def test_two_stages_draw_video_then_audio_from_one_generator_as_ltx_core_does(dtype, compat):
     from ltx_core.components.noisers import GaussianNoiser
 
-    ours, noiser = generator(10), GaussianNoiser(generator(10))
-    seen = []
-    for scale in (1.0, STAGE_2_SIGMAS[0]):
-        for stream, latent in latents(dtype).items():
-            theirs = noiser(ltx_state(latent, stream=stream), scale).latent
-            tokens = {"video": patchify_video, "audio": patchify_audio}[stream](latent)
-            got = noised(tokens, ours, scale, compat)
+    ours, noiser, seen = generator(10), GaussianNoiser(generator(10)), []
+    for scale in SCALES:
+        for stream, latent, patchify in (("video", VIDEO, patchify_video), ("audio", AUDIO, patchify_audio)):
+            theirs = noiser(ltx_state(latent.to(dtype), stream=stream), scale).latent
+            tokens = patchify(latent.to(dtype))
+            free = LatentState(tokens, tokens, torch.ones(tokens.shape[1], 1), torch.empty(0))
+            got = free.noised(ours, scale, compat)
             assert got.dtype == theirs.dtype == dtype
             # bf16: where fp32 sums lie at the edge of two bf16 values the two blends may round
             # apart, by one ulp of 2..4
             assert furthest(got, theirs) <= (0 if compat or scale == 1 else BLEND if dtype == torch.float32 else 2**-6)
             seen.append(got)
     assert furthest(seen[0], seen[2]) > SHOWS  # each draw is another
-
-
-def test_the_first_stage_starts_from_noise_alone():
-    video = patchify_video(latents()["video"])
-    assert torch.equal(noised(video, generator(10), 1.0), torch.randn(video.shape, generator=generator(10)))
-
-
-@pytest.mark.parametrize("stream", STREAMS)
-def test_the_second_stage_keeps_of_the_latents_what_its_first_sigma_leaves(stream):
+    noise = torch.randn(seen[0].shape, generator=generator(10), dtype=dtype)
+    assert torch.equal(seen[0], noise)  # the first stage starts from noise alone
     assert STAGE_2_SIGMAS[0] == 0.909375
-    latent = latents()[stream]
-    theirs = ltx_noised(ltx_state(latent, stream=stream), 10, STAGE_2_SIGMAS[0]).latent
-    tokens = ltx_state(latent, stream=stream).latent
-    got = noised(tokens, generator(10), STAGE_2_SIGMAS[0])
-    assert furthest(got, theirs) < BLEND
-    assert furthest(got, noised(tokens, generator(10), 1.0)) > SHOWS
 
 
-@pytest.mark.parametrize("scale", [1.0, STAGE_2_SIGMAS[0]])
+@pytest.mark.parametrize("scale", SCALES)
 def test_an_image_at_frame_0_is_held_as_ltx_core_holds_it_at_full_strength(scale):
-    video, images = latents()["video"], [image()]
-    theirs = ltx_noised(ltx_state(video, images), 10, scale)
-    state = video_state(video, FPS, images)
-    assert furthest(our_noised(state, scale=scale), theirs.latent) < BLEND
+    images, kept = [image()], VIDEO.clone()
+    theirs = ltx_noised(ltx_state(VIDEO, images), scale)
+    state = video_state(VIDEO, FPS, images)
+    assert furthest(our_noised(state, scale), theirs.latent) < BLEND
     assert torch.equal(state.denoise_mask, theirs.denoise_mask[0])
     assert torch.equal(state.positions, middles(theirs.positions))
     held = slice(None, PER_FRAME)
     assert torch.equal(state.clean_latent[:, held], theirs.clean_latent[:, held])
-    assert torch.equal(our_noised(state, scale=scale)[:, held], patchify_video(images[0][1]))
+    assert torch.equal(our_noised(state, scale)[:, held], patchify_video(images[0][1]))
+    assert torch.equal(VIDEO, kept)  # conditioning leaves the given latent alone
 
 
-@pytest.mark.parametrize("strength", [0.7, 0.3, 1.0])
-@pytest.mark.parametrize("scale", [1.0, STAGE_2_SIGMAS[0]])
-def test_with_compat_an_image_of_any_strength_is_held_exactly_as_1_0_0_does(strength, scale):
-    video, images = latents()["video"], [image(strength=strength)]
-    theirs = ltx_noised(ltx_state(video, images), 10, scale)
-    state = video_state(video, FPS, images, compat_1_0_0=True)
-    assert torch.equal(state.clean_latent, theirs.clean_latent)
-    assert torch.equal(state.denoise_mask, theirs.denoise_mask[0])
-    assert torch.equal(our_noised(state, scale=scale, compat=True), theirs.latent)
-
-
-def test_later_releases_blend_the_image_with_what_the_stage_would_start_from():
-    """1.1.6: clean + mask * (unconditioned start - clean), where 1.0.0 noises the image itself."""
-    scale, (condition, encoded) = STAGE_2_SIGMAS[0], image(strength=0.7)
-    video = latents()["video"]
-    start = ltx_noised(ltx_state(video), 10, scale).latent[:, :PER_FRAME]
-    held = patchify_video(encoded)
-    state = video_state(video, FPS, [(condition, encoded)])
-    got = our_noised(state, scale=scale)[:, :PER_FRAME]
-    assert furthest(got, held + (1 - condition.strength) * (start - held)) < BLEND
-    compat = video_state(video, FPS, [(condition, encoded)], compat_1_0_0=True)
-    assert furthest(got, our_noised(compat, scale=scale, compat=True)[:, :PER_FRAME]) > SHOWS
-
-
-def test_an_image_of_strength_0_changes_nothing_but_its_clean_latent():
-    video = latents()["video"]
-    state, free = video_state(video, FPS, [image(strength=0.0)]), video_state(video, FPS, [])
-    assert torch.equal(our_noised(state, scale=0.5), our_noised(free, scale=0.5))
-    assert torch.equal(state.denoise_mask, free.denoise_mask)
-
-
+@pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("strength", [1.0, 0.6])
-def test_with_compat_keyframes_are_appended_exactly_as_1_0_0_does(strength):
-    video, images = (latents()["video"], [image(), image(8, strength, seed=6), image(16, strength, seed=7)])
-    theirs = ltx_noised(ltx_state(video, images), 10)
-    state = video_state(video, FPS, images, compat_1_0_0=True)
+@pytest.mark.parametrize("frames", [(0,), (0, 8, 16)], ids=["first frame", "keyframes"])
+def test_with_compat_images_of_any_strength_are_held_exactly_as_1_0_0_does(frames, strength, scale):
+    images = [image(frame, strength, seed=5 + n) for n, frame in enumerate(frames)]
+    theirs = ltx_noised(ltx_state(VIDEO, images), scale)
+    state = video_state(VIDEO, FPS, images, compat_1_0_0=True)
     size = Size(SHAPE[1] * 32, SHAPE[2] * 32, 8 * SHAPE[0] - 7)
-    (bucket,) = make_job("", size, images=tuple(i for i, _ in images)).buckets
-    assert state.latent.shape[1] == bucket.video_tokens == (SHAPE[0] + 2) * PER_FRAME
+    (bucket,) = make_job("", size, images=tuple(condition for condition, _ in images)).buckets
+    assert state.latent.shape[1] == bucket.video_tokens == (SHAPE[0] + len(frames) - 1) * PER_FRAME
     assert torch.equal(state.clean_latent, theirs.clean_latent)
     assert torch.equal(state.denoise_mask, theirs.denoise_mask[0])
     assert torch.equal(state.positions, middles(theirs.positions))
-    assert torch.equal(our_noised(state, compat=True), theirs.latent)
+    assert torch.equal(our_noised(state, scale, compat=True), theirs.latent)
 
 
 @pytest.mark.parametrize("strength", [1.0, 0.6])
 def test_with_compat_a_reference_starts_from_itself_as_in_1_0_0(strength):
     from ltx_core.conditioning import VideoConditionByReferenceLatent
 
-    reference, start = randn(1, 128, *SHAPE, seed=5), tuple(latents().values())
-    state = ltx_state(start[0])
+    reference = randn(1, 128, *SHAPE, seed=5)
     condition = VideoConditionByReferenceLatent(reference, 1, strength)
-    theirs = ltx_noised(condition.apply_to(state, tools()), 10)
+    theirs = ltx_noised(condition.apply_to(ltx_state(VIDEO), tools()))
     references = (ReferenceVideo("", strength, 17),)
     job = make_job("", Size(SHAPE[1] * 32, SHAPE[2] * 32, 17), references=references)
-    given = {"reference_latent": reference}, start, []
+    inputs = {"reference_latent": reference}, (VIDEO, AUDIO), []
     ours, later = (
-        initial_states(job, False, *given, Compat(conditioning=old), torch.float32)[0] for old in (True, False)
+        initial_states(job, False, *inputs, Compat(conditioning=old), torch.float32)[0] for old in (True, False)
     )
     assert torch.equal(our_noised(ours, compat=True), theirs.latent)
     held = len(ours.denoise_mask) // 2
     assert not later.latent[:, held:].any() and torch.equal(later.positions, ours.positions)
 
 
+def test_later_releases_blend_images_with_what_the_stage_would_start_from():
+    """1.1.6: clean + mask * (unconditioned start - clean), where 1.0.0 noises the image itself."""
+    scale, images = SCALES[1], [image(strength=0.7), image(8, 0.6, seed=6)]
+    first, keyframe = (patchify_video(encoded) for _, encoded in images)
+    got = our_noised(video_state(VIDEO, FPS, images), scale)
+    noise = torch.randn(got.shape, generator=generator(10))
+    start = scale * noise[:, :PER_FRAME] + (1 - scale) * patchify_video(VIDEO)[:, :PER_FRAME]
+    assert furthest(got[:, :PER_FRAME], first + 0.3 * (start - first)) < BLEND
+    # A keyframe has no latent of the stage's.
+    wanted = keyframe + 0.4 * (scale * noise[:, -PER_FRAME:] - keyframe)
+    assert furthest(got[:, -PER_FRAME:], wanted) < BLEND
+    compat = video_state(VIDEO, FPS, images, compat_1_0_0=True)
+    assert furthest(got[:, :PER_FRAME], our_noised(compat, scale, compat=True)[:, :PER_FRAME]) > SHOWS
+
+
 def test_later_keyframes_last_one_frame_and_start_from_their_clean_latent():
-    video, images = latents()["video"], [image(8, seed=6)]
-    theirs = ltx_noised(ltx_state(video, images), 10)
+    images = [image(8, seed=6)]
+    theirs = ltx_noised(ltx_state(VIDEO, images))
     bounds = theirs.positions.clone()
     bounds[:, 0, -PER_FRAME:] = torch.tensor([8.0, 9.0]) / FPS
-    state = video_state(video, FPS, images)
+    state = video_state(VIDEO, FPS, images)
     assert torch.equal(state.positions, middles(bounds))
     assert furthest(our_noised(state), theirs.latent) < BLEND
     assert torch.equal(our_noised(state)[:, -PER_FRAME:], patchify_video(images[0][1]))
 
 
-def test_a_later_keyframe_below_full_strength_is_blended_with_noise_alone():
-    condition, encoded = image(8, 0.6)
-    state, held = (video_state(latents()["video"], FPS, [(condition, encoded)]), patchify_video(encoded))
-    scale = STAGE_2_SIGMAS[0]
-    noise = torch.randn(state.latent.shape, generator=generator(10))[:, -PER_FRAME:]
-    got = our_noised(state, scale=scale)[:, -PER_FRAME:]
-    assert furthest(got, held + (1 - condition.strength) * (scale * noise - held)) < BLEND
-
-
-def test_conditioning_leaves_the_given_latent_alone():
-    video = latents()["video"]
-    kept = video.clone()
-    our_noised(video_state(video, FPS, [image(), image(8)]))
-    assert torch.equal(video, kept)
-
-
-def test_the_masks_of_a_state_start_with_1_and_hold_each_strength_once():
-    images = tuple(
-        ImageCondition("", index, strength) for index, strength in ((0, 1.0), (8, 0.7), (16, 0.7), (24, 0.0))
-    )
-    assert make_job("").timesteps(False) == 1 and make_job("", images=images).timesteps(True) == 3
-    video = latents()["video"]
-    assert video_state(video, FPS, []).masks == (1.0,)
-    state = video_state(video, FPS, [(each, image()[1]) for each in images])
-    assert state.masks == (1.0, 0.0, held_mask(0.7)) and held_mask(0.7) == torch.tensor(0.3).item()
+def test_an_image_of_strength_0_changes_nothing_but_its_clean_latent():
+    state, free = video_state(VIDEO, FPS, [image(strength=0.0)]), video_state(VIDEO, FPS, [])
+    assert torch.equal(our_noised(state, 0.5), our_noised(free, 0.5))
+    assert torch.equal(state.denoise_mask, free.denoise_mask)
 
 
 @pytest.mark.parametrize("timesteps", [3, 5])
-def test_every_token_chooses_the_one_row_of_its_mask(timesteps):
-    images = [image(strength=0.7), image(8, 0.2)]
-    state = video_state(latents()["video"], FPS, images)
+def test_masks_start_with_1_hold_each_strength_once_and_every_token_chooses_its_own(timesteps):
+    images = [image(*held) for held in ((0, 1.0), (8, 0.7), (16, 0.7), (24, 0.0))]
+    assert make_job("").timesteps(False) == 1
+    assert make_job("", images=tuple(condition for condition, _ in images)).timesteps(True) == 3
+    assert video_state(VIDEO, FPS, []).masks == (1.0,)
+    state = video_state(VIDEO, FPS, images)
+    assert state.masks == (1.0, 0.0, held_mask(0.7)) and held_mask(0.7) == torch.tensor(0.3).item()
     rows, choice = state.timestep_choice(timesteps, torch.bfloat16)
     assert rows.shape == (timesteps,) and rows[0] == 1
     assert choice.dtype == torch.bfloat16 and choice.shape == (len(state.denoise_mask), timesteps)
@@ -237,14 +183,11 @@ def test_every_token_chooses_the_one_row_of_its_mask(timesteps):
 
 
 def test_motion_speed_scales_the_time_of_all_video_tokens_and_nothing_else():
-    reference = ReferenceVideo("guide.mp4", 1.0, 17)
-    job = make_job("", Size(64, 128, 17), images=(image(8)[0],), references=(reference,))
-    given = {"reference_latent": randn(1, 128, *SHAPE, seed=4)}
-    start = latents()["video"], latents()["audio"]
+    job = make_job("", Size(64, 128, 17), images=(image(8)[0],), references=(ReferenceVideo("guide.mp4", 1.0, 17),))
+    inputs = {"reference_latent": randn(1, 128, *SHAPE, seed=4)}, (VIDEO, AUDIO), [image(8)]
 
     def positions(speed: float):
-        slowed = replace(job, motion_speed=speed)
-        states = initial_states(slowed, False, given, start, [image(8)], Compat(), torch.float32)
+        states = initial_states(replace(job, motion_speed=speed), False, *inputs, Compat(), torch.float32)
         return [state.positions for state in states]
 
     (video, audio), (slow, heard) = positions(1.0), positions(0.25)

@@ -10,7 +10,7 @@ import torch
 from helpers import Held, call, ltx_model, made_config, randn, rel, step_inputs, step_number
 from jobs import make_job, read_voice, replace
 from steps import AUDIO_TOKENS, EQUAL, FPS, SHAPE, SHOWS
-from typed import parsed
+from typed import parsed, said
 
 from ltx_neuron import flags
 from ltx_neuron.config.transformer import Bucket
@@ -18,7 +18,6 @@ from ltx_neuron.denoise.guided_passes import prepare_passes
 from ltx_neuron.host import encode_inputs
 from ltx_neuron.job import Job, Size
 from ltx_neuron.models import attention
-from ltx_neuron.models.guided import Guide
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import dit_program
 from ltx_neuron.models.signatures import NO_VOICE, PASSES
@@ -41,49 +40,89 @@ def job(size=ONE, recipe="dev", **given) -> Job:
     return make_job("a woman says hello", size, recipe=recipe, **given)
 
 
-# --- graphs and guidance --------------------------------------------------------------------------
+# --- jobs -----------------------------------------------------------------------------------------
 
 
-def test_stage_1_alone_has_the_voices_tokens_and_only_the_guided_one_the_bias():
+def test_stage_1_alone_has_the_voices_tokens_and_only_a_guided_one_above_scale_0_the_bias():
     tokens = AUDIO + TREF
-    assert job().buckets == [Bucket(72, tokens, 1, 64, True, 2, identity=True)]
     first, second = job(TWO).buckets
     assert first == Bucket(18, tokens, 1, 64, True, 2, identity=True)
     assert first.name == "v18-a43t2-t1-s64-guided-identity"
     assert second == Bucket(72, AUDIO, 1, 8)  # of every job
     assert job(recipe="distilled").buckets == [Bucket(72, tokens, 1, 8, False, 2)]
-
-
-def test_at_scale_0_there_are_no_pass_and_no_bias():
     off = job(reference_sound=ReferenceAudio(__file__, TREF, identity_scale=0.0))
-    assert off.buckets == [Bucket(72, AUDIO + TREF, 1, 64, True, 2)]
+    assert off.buckets == [Bucket(72, tokens, 1, 64, True, 2)]
     assert off.passes == PASSES and job().passes == (*PASSES, NO_VOICE)
     assert (off.identity_scale, job().identity_scale) == (0.0, 3.0)
 
 
-def test_defaults_are_those_of_id_lora():
+def test_defaults_are_those_of_id_lora_and_scales_are_flags(voice, ic_lora):
     video, audio = job().resolved_guidance.streams
     assert video == StreamGuidance(3.0, 1.0, (29,), 3.0) and audio == replace(video, cfg_scale=7.0)
     assert job().steps == 30 and make_job("rain", recipe="dev").resolved_guidance == DEFAULTS
+    words = "--recipe", "dev", "--reference-audio", voice, "--ic-lora", ic_lora().path
+    plain = said(*words)
+    assert plain.reference_sound == ReferenceAudio(voice, TREF) and plain.identity_scale == 3.0
+    scaled = said(*words, "--identity-guidance-scale", 1.5, "--audio-cfg-guidance-scale", 4)
+    video, audio = scaled.resolved_guidance.streams
+    assert scaled.identity_scale == 1.5
+    assert (video.rescale_scale, audio.cfg_scale, audio.stg_blocks) == (0.0, 4.0, (29,))
+    hq = said(*words, "--sampler", "res_2s", "--two-stage")
+    assert [stream.rescale_scale for stream in hq.resolved_guidance.streams] == [0.0, 0.0]
+    for made in (plain, scaled, hq):
+        made.check()
+    # A shape needs no LoRA, as its graphs do not depend on one.
+    shape = flags.shape(parsed("--reference-audio", voice, "--identity-guidance-scale", 0, compiles=True), "dev")
+    shape.check_shape()
+    assert not shape.buckets[0].identity
+
+
+def test_a_mono_voice_is_in_both_channels_and_all_of_a_file_or_its_first_seconds(voice, capsys):
+    assert read_voice(voice) == ReferenceAudio(voice, TREF)
+    assert read_voice(voice, reference_audio_max_duration=0.5) == ReferenceAudio(voice, 13, 0.5)
+    heard = []
+
+    def encode_audio(sound):
+        heard.append(sound.samples)
+        return torch.zeros(1), randn(1, 8, TREF, 16)
+
+    host = SimpleNamespace(encode_audio=encode_audio)
+    encoded = encode_inputs.encode(host, job(reference_sound=ReferenceAudio(voice, TREF)))
+    assert encoded["audio_reference"].shape == (1, 8, TREF, 16)
+    left, right = heard[0]
+    assert torch.equal(left, right) and left.any() and len(left) == 16000
+    assert f"--reference-audio {voice}: mono sound" in capsys.readouterr().out
+    # One that is much shorter or longer than the training's is noted.
+    for latents, seconds in ((26, "1.0"), (126, None), (300, "12.0")):
+        notes = encode_inputs.notes(make_job("", reference_sound=ReferenceAudio(voice, latents)))
+        message = f"{voice} gives {seconds} s of sound; its LoRA was trained on about 5 s"
+        assert [message in note for note in notes] == [True] * (seconds is not None)
+
+
+# --- tokens ---------------------------------------------------------------------------------------
+
+
+def states(made: Job, stage_2: bool, sound: torch.Tensor, dtype=torch.float32, **tensors):
+    """The state of the sound of a stage."""
+    size = (4, 6) if stage_2 or made.size == ONE else (2, 3)
+    start = torch.zeros(1, 128, 3, *size), sound
+    return initial_states(made, stage_2, tensors, start, [], COMPAT[None], dtype)[1]
 
 
 @pytest.mark.parametrize("recipe", ["dev", "distilled"])
 def test_stage_2_keeps_stage_1s_sound_which_is_heard(recipe):
     made, latent = job(TWO, recipe), randn(1, 8, AUDIO, 16, seed=3)
     assert {replace(made, compat=compat).audio_key for compat in COMPAT} == {"s1_audio"}
-    start = torch.zeros(1, 128, 3, 4, 6), latent
-    _, sound = initial_states(made, True, {}, start, [], COMPAT[None], torch.float32)
+    sound = states(made, True, latent)
     assert sound.frozen and sound.positions.shape[2] == AUDIO
-    kept = sound.noised(torch.Generator(), 0.9)
-    assert torch.equal(unpatchify_audio(kept), latent)
+    assert torch.equal(unpatchify_audio(sound.noised(torch.Generator(), 0.9)), latent)
 
 
 def test_the_voice_lies_behind_the_clip_and_in_time_before_it():
     """Its middles, by the text of its positions: a grid of 40 ms, less its end, less 40 ms."""
     latents = randn(1, 8, TREF, 16, seed=4)
-    start = torch.zeros(1, 128, 3, 4, 6), torch.zeros(1, 8, AUDIO, 16)
-    given = {"audio_reference": latents}, start, [], COMPAT[None], torch.float32
-    _, sound = initial_states(job(), False, *given)
+    silence = torch.zeros(1, 8, AUDIO, 16)
+    sound = states(job(), False, silence, audio_reference=latents)
     assert torch.equal(sound.positions[..., AUDIO:], reference_audio_positions(TREF))
     end = 0.01 + 0.04 * (TREF - 1)
     middles = [0.005, *(0.03 + 0.04 * n for n in range(TREF - 1))]
@@ -93,7 +132,7 @@ def test_the_voice_lies_behind_the_clip_and_in_time_before_it():
     assert sound.denoise_mask[:, 0].tolist() == [1.0] * AUDIO + [0.0] * TREF
     # The clip's noise does not depend on the voice, but all later draws do.
     drawn = [torch.Generator().manual_seed(1) for _ in range(2)]
-    with_voice, without = sound.noised(drawn[0], 1.0), audio_state(start[1]).noised(drawn[1], 1.0)
+    with_voice, without = sound.noised(drawn[0], 1.0), audio_state(silence).noised(drawn[1], 1.0)
     assert torch.equal(with_voice[:, :AUDIO], without)
     assert torch.equal(unpatchify_audio(with_voice[:, AUDIO:]), latents)
     assert not torch.equal(drawn[0].get_state(), drawn[1].get_state())
@@ -148,134 +187,20 @@ def test_a_bias_leaves_the_voices_tokens_out_exactly(kernel):
     assert min(map(rel, heard, cut)) > SHOWS
 
 
-def guided(scale: float, rescale: float = 0.0) -> tuple[dict, dict]:
-    """What the graph makes of random predictions, and these."""
-    tokens = {"video": 6, "audio": 5}  # of these 3 own ones
-    values = {
-        f"{name}_{stream}": randn(1, count, 128, seed=10 * i + len(stream))
-        for i, name in enumerate((*PASSES, "guided", NO_VOICE))
-        for stream, count in tokens.items()
-    }
-    own = torch.tensor([1.0, 1, 1, 0, 0])[:, None]
-    weights = [[2.0, 1.0, 2.0, rescale]] * 2
-    values |= step_number(0) | {
-        **{f"{s}_latent": randn(1, n, 128, seed=n) for s, n in tokens.items()},
-        "step_numbers": torch.arange(2, dtype=torch.int32),
-        "sigmas": sigma_pairs((1.0, 0.6, 0.0), 2)[:, None].expand(-1, 2, 2),
-        "enabled_steps": torch.ones(2, 2),
-        "guidance": torch.tensor(weights),
-        "denoise_mask": torch.ones(6, 1),
-        "clean_latent": torch.zeros(1, 6, 128),
-        "audio_denoise_mask": own,
-        "audio_clean_latent": randn(1, 5, 128, seed=77),
-        "identity": torch.tensor([scale]),
-    }
-    return Guide()(values), values
-
-
-def test_identity_guidance_adds_a_term_to_the_clips_own_sound_alone():
-    (off, values), (on, _) = guided(0.0), guided(3.0)
-    term = 3 * (values["cond_audio"] - values["without_audio"])
-    assert rel(on["guided_audio"][:, :3] - off["guided_audio"][:, :3], term[:, :3]) < 1e-5
-    assert torch.equal(on["guided_audio"][:, 3:], off["guided_audio"][:, 3:])
-    assert torch.equal(on["guided_video"], off["guided_video"])
-
-
-def test_a_rescale_follows_the_term_and_counts_the_voices_tokens():
-    (plain, values), (made, _) = guided(3.0), guided(3.0, 0.7)
-    x0, cond = plain["guided_audio"], values["cond_audio"]
-    wanted = x0 * (0.7 * cond.std() / x0.std() + 0.3)
-    assert rel(made["guided_audio"], wanted) < 1e-5
-    own = x0[:, :3] * (0.7 * cond[:, :3].std() / x0[:, :3].std() + 0.3)
-    assert rel(made["guided_audio"][:, :3], own) > SHOWS
-
-
-def test_every_pass_but_the_fifth_hears_the_voice():
-    class Ranks:
-        tensors, sequences = {}, {}
-
-        def put(self, _, like=None, **tensors):
-            self.tensors.update(tensors)
-
-        def define(self, _, sequence, runs):
-            self.sequences[sequence] = runs
-
-    made, ranks = job(), Ranks()
+def test_every_pass_but_the_fifth_hears_the_voice(ranks):
+    made, dtype = job(), torch.bfloat16
     (bucket,) = made.buckets
-    start = torch.zeros(1, 128, 3, 4, 6), torch.zeros(1, 8, AUDIO, 16)
-    given = {"audio_reference": randn(1, 8, TREF, 16)}, start, [], COMPAT[None], torch.bfloat16
-    _, sound = initial_states(made, False, *given)
+    sound = states(made, False, torch.zeros(1, 8, AUDIO, 16), dtype, audio_reference=randn(1, 8, TREF, 16))
     contexts = [Contexts(torch.zeros(1), torch.zeros(1), torch.zeros(1), None)] * 2
-    more = contexts, 48, torch.bfloat16, False, made.identity_scale, sound
+    more = contexts, 48, dtype, False, made.identity_scale, sound
     prepare_passes(ranks, bucket, made.resolved_guidance, range(2), *more)
     *passes, (last, _, _) = ranks.sequences["guided"]
     assert last == "guide"
     assert [writes["audio_x0"] for _, _, writes in passes] == [f"{n}_audio" for n in made.passes]
     biases = [reads.get("audio_bias", "audio_bias") for _, reads, _ in passes]
     assert biases[:4] == ["audio_bias"] * 4 and not ranks.tensors["audio_bias"].any()
-    left_out = ranks.tensors[biases[4]].to(torch.bfloat16)
-    assert (left_out[0, :AUDIO] == 0).all()
-    assert (left_out[0, AUDIO:] == torch.finfo(torch.bfloat16).min).all()
+    left_out = ranks.tensors[biases[4]].to(dtype)
+    assert (left_out[0, :AUDIO] == 0).all() and (left_out[0, AUDIO:] == torch.finfo(dtype).min).all()
     fifth = passes[4][1]
     assert not {"video_context", "audio_context"} & fifth.keys() and fifth["keep"] == "keep_cond"
     assert ranks.tensors["identity"].item() == 3.0
-
-
-# --- files and flags ------------------------------------------------------------------------------
-
-
-def test_a_mono_voice_is_in_both_channels(voice, capsys):
-    heard = []
-
-    def encode_audio(sound):
-        heard.append(sound.samples)
-        return torch.zeros(1), randn(1, 8, TREF, 16)
-
-    host = SimpleNamespace(encode_audio=encode_audio)
-    found = encode_inputs.encode(host, job(reference_sound=ReferenceAudio(voice, TREF)))
-    assert found["audio_reference"].shape == (1, 8, TREF, 16)
-    left, right = heard[0]
-    assert torch.equal(left, right) and left.any() and len(left) == 16000
-    assert f"--reference-audio {voice}: mono sound" in capsys.readouterr().out
-
-
-def test_all_of_a_file_is_the_voice_or_its_first_seconds(voice):
-    whole = read_voice(voice)
-    assert whole == ReferenceAudio(voice, TREF)
-    cut = read_voice(voice, reference_audio_max_duration=0.5)
-    assert cut == ReferenceAudio(voice, 13, 0.5)
-
-
-def made(*words, recipe="dev") -> Job:
-    args = parsed("--prompt", "she says hello", "--recipe", recipe, *words)
-    found = flags.job(args)
-    found.check()
-    return found
-
-
-def test_scales_of_a_voice_by_flags(voice, ic_lora):
-    words = "--reference-audio", voice, "--ic-lora", ic_lora().path
-    plain = made(*words)
-    assert plain.reference_sound == ReferenceAudio(voice, TREF) and plain.identity_scale == 3.0
-    scaled = made(*words, "--identity-guidance-scale", 1.5, "--audio-cfg-guidance-scale", 4)
-    assert scaled.identity_scale == 1.5
-    video, audio = scaled.resolved_guidance.streams
-    assert (video.rescale_scale, audio.cfg_scale, audio.stg_blocks) == (0.0, 4.0, (29,))
-    hq = made(*words, "--sampler", "res_2s", "--two-stage")
-    assert [each.rescale_scale for each in hq.resolved_guidance.streams] == [0.0, 0.0]
-
-
-def test_a_shape_needs_no_lora_as_its_graphs_do_not_depend_on_one(voice):
-    parser = flags.parser("", "", gemma=False)
-    flags.add_job(parser, flags.GRAPHS)
-    words = "--checkpoint-path", "x", "--reference-audio", voice, "--identity-guidance-scale", "0"
-    shape = flags.shape(parser.parse_args(words), "dev")
-    shape.check_shape()
-    assert not shape.buckets[0].identity
-
-
-@pytest.mark.parametrize(("latents", "seconds"), [(26, "1.0"), (126, None), (300, "12.0")])
-def test_a_voice_much_shorter_or_longer_than_the_training_is_noted(voice, latents, seconds):
-    notes = encode_inputs.notes(make_job("", reference_sound=ReferenceAudio(voice, latents)))
-    said = f"{voice} gives {seconds} s of sound; its LoRA was trained on about 5 s"
-    assert [said in note for note in notes] == [True] * (seconds is not None)

@@ -1,437 +1,492 @@
-"""A LoRA merged while the weights are cut gives the very bits of ltx-core's loader; what fits no
-weight is refused."""
+"""LoRAs of every trainer are merged to the bits of ltx-core's loader; what fits no weight is refused by its name."""
 
-import argparse
 import json
-import shlex
+import re
+from functools import reduce
 from pathlib import Path
 
 import pytest
 import torch
 from golden.upstream import fused_state
 from helpers import one_thread, randn  # noqa: F401
-from jobs import make_job, replace
+from jobs import make_job
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from ltx_neuron import flags
-from ltx_neuron.artifacts import build, finished_weights
+from ltx_neuron.artifacts import build
 from ltx_neuron.artifacts.workspace import Workspace
-from ltx_neuron.commands import dispatch
 from ltx_neuron.config.profiles import resolve
-from ltx_neuron.engine.preflight import check_distilled_loras
+from ltx_neuron.engine.preflight import RunOptions
+from ltx_neuron.engine.run import Engine
 from ltx_neuron.errors import UserError
-from ltx_neuron.invocation import command
-from ltx_neuron.job import Size
-from ltx_neuron.pipeline import LTXPipeline
-from ltx_neuron.sampling.spec import JobFields
+from ltx_neuron.job import Job, Size
+from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.weights import model_files
 from ltx_neuron.weights.checkpoint import Checkpoint, Source
-from ltx_neuron.weights.lora import Lora, MergedSource, detailing_scale, reference_scale
-from ltx_neuron.weights.rankfiles import HOST_FILE, rank_file
-from ltx_neuron.weights.sharder import shard_specs, shard_weights
-from ltx_neuron.weights.sharding import COL, HOST, ROW, SHARDED_MODELS, rule
+from ltx_neuron.weights.lora import Lora, MergedSource, _fingerprint, identity_of
+from ltx_neuron.weights.sharding import DIFFUSION, SHARDED_MODELS
+from ltx_neuron.weights.tensorfile import TensorFile
 
 STRENGTH = 0.7  # no power of two, so that it matters when it is applied
+RANK = 4  # of the tiny LoRA
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
+QUERY = "transformer_blocks.0.attn1.to_q"
+COMFY_QUERY = f"diffusion_model.{QUERY}"
 
 
-@pytest.fixture(scope="module")
-def other_lora(tiny, tmp_path_factory):
-    """A LoRA of another rank on some of the weights."""
-    tensors = load_file(tiny.lora)
-    some = sorted(name.removesuffix(DOWN) for name in tensors if name.endswith(DOWN))[::3]
-    made = {}
-    for seed, name in enumerate(some):
-        (_, columns), (rows, _) = tensors[name + DOWN].shape, tensors[name + UP].shape
-        made[name + DOWN], made[name + UP] = (
-            randn(2, columns, seed=seed).bfloat16(),
-            randn(rows, 2, seed=-seed).bfloat16(),
-        )
-    path = tmp_path_factory.mktemp("lora") / "other.safetensors"
-    save_file(made, path)
+def written(folder: Path, tensors: dict, metadata: dict | None = None, name: str = "lora") -> Path:
+    path = folder / f"{name}.safetensors"
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path, metadata)
     return path
 
 
-def merged(tiny, *loras) -> MergedSource:
-    return MergedSource(
-        SHARDED_MODELS["dit"], [Checkpoint(tiny.checkpoint)], tuple(Lora(Path(path), s) for path, s in loras)
-    )
+def merged(tiny, *loras: tuple[Path, float], model: str = "dit", checkpoint: Path | None = None) -> MergedSource:
+    files = [Checkpoint(checkpoint or tiny.checkpoint)]
+    return MergedSource(SHARDED_MODELS[model], files, tuple(Lora(Path(path), s) for path, s in loras))
 
 
-def plain(tiny) -> Source:
-    return Source(SHARDED_MODELS["dit"], [Checkpoint(tiny.checkpoint)])
+def plain(tiny, model: str = "dit", checkpoint: Path | None = None) -> Source:
+    return Source(SHARDED_MODELS[model], [Checkpoint(checkpoint or tiny.checkpoint)])
 
 
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+def differing(a: Source, b: Source) -> set[str]:
+    assert a.locations.keys() == b.locations.keys()
+    return {name for name in a.locations if not torch.equal(a.tensor(name), b.tensor(name))}
 
 
-def changed(tiny, source: Source) -> set[str]:
-    before = plain(tiny)
-    return {name for name in source.locations if not torch.equal(source.tensor(name), before.tensor(name))}
+def layers(tensors: dict) -> list[str]:
+    """Layers of a plain LoRA, without its prefix."""
+    names = (key.removesuffix(DOWN) for key in tensors if key.endswith(DOWN))
+    return [name.removeprefix("diffusion_model.") for name in names]
+
+
+def factors(path: Path, weight: str) -> tuple[torch.Tensor, torch.Tensor]:
+    with safe_open(path, "pt") as file:
+        layer = "diffusion_model." + weight.removesuffix(".weight")
+        return file.get_tensor(layer + DOWN), file.get_tensor(layer + UP)
+
+
+# --- numbers --------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def lora_files(tiny, other_lora, tmp_path_factory):
-    path = tmp_path_factory.mktemp("wide") / "float32.safetensors"
-    save_file({name: tensor.float() + 1e-4 for name, tensor in load_file(tiny.lora).items()}, path)
-    return {"bfloat16": tiny.lora, "float32": path, "other": other_lora}
+def files(tiny, tmp_path_factory) -> dict[str, Path]:
+    """The tiny LoRA, one in float32, and one of another rank on some of the weights."""
+    folder, tensors, some = tmp_path_factory.mktemp("loras"), load_file(tiny.lora), {}
+    for seed, layer in enumerate(sorted(layers(tensors))[::3]):
+        down, up = (f"diffusion_model.{layer}{part}" for part in (DOWN, UP))
+        some[down] = randn(2, tensors[down].shape[1], seed=seed).bfloat16()
+        some[up] = randn(len(tensors[up]), 2, seed=-seed).bfloat16()
+    wide = {name: tensor.float() + 1e-4 for name, tensor in tensors.items()}
+    return {"tiny": tiny.lora, "float32": written(folder, wide, name="wide"), "other": written(folder, some)}
 
 
 @pytest.mark.parametrize(
     "loras",
     [
-        [("bfloat16", STRENGTH)],
-        [("bfloat16", -1.3)],
-        [("bfloat16", 0.0)],
-        [("bfloat16", 0.0), ("other", STRENGTH)],
-        [("bfloat16", STRENGTH), ("other", 0.3), ("bfloat16", -0.2)],
+        [("tiny", STRENGTH)],
+        [("tiny", 0.0), ("other", STRENGTH)],
+        [("tiny", STRENGTH), ("other", 0.3), ("tiny", -0.2)],
         [("float32", STRENGTH)],
     ],
     ids=str,
 )
-def test_every_merged_weight_is_ltx_cores_bit_for_bit(tiny, lora_files, loras):
+def test_every_merged_weight_is_ltx_cores_bit_for_bit(tiny, files, loras):
     """Products are taken in the LoRA's dtype; several are rounded as 1.0.0 rounds them."""
-    chosen = tuple((lora_files[name], strength) for name, strength in loras)
+    chosen = tuple((files[name], strength) for name, strength in loras)
     source, expected = merged(tiny, *chosen), fused_state(tiny, chosen)
     assert expected.keys() == source.locations.keys()
-    assert [name for name in expected if not same_bits(source.tensor(name), expected[name].contiguous())] == []
-    assert (changed(tiny, source) == set()) == (loras == [("bfloat16", 0.0)])
+    for name, tensor in expected.items():
+        rows = len(tensor)
+        joined = torch.cat([*source.pieces(name, [(0, rows // 3), (rows // 3, rows)])])
+        for read in (source.tensor(name), source.read_mapped(name), joined):
+            assert read.dtype == tensor.dtype and torch.equal(read, tensor), name
+    changed = {name for path, strength in chosen if strength for name in layers(load_file(path))}
+    assert differing(source, plain(tiny)) == {f"{name}.weight" for name in changed}
 
 
-def test_several_loras_of_ltx_2_5_are_added_as_1_2_0_rounds_them(tiny, other_lora):
-    source = merged(tiny, (tiny.lora, STRENGTH), (other_lora, 0.3))
+def test_several_loras_of_ltx_2_5_are_added_as_1_2_0_rounds_them(tiny, files):
+    source = merged(tiny, (files["tiny"], STRENGTH), (files["other"], 0.3))
     before = {name: source.tensor(name) for name in source.adapters}
     assert not source.rounds_once  # LTX-2.3
     source.rounds_once = True
-    for name, adapters in source.adapters.items():
-        total, *others = (tensors_of(adapter.file, name) for adapter in adapters)
-        total = product(total, adapters[0].strength)
-        for (a, b), adapter in zip(others, adapters[1:], strict=True):
-            total.addmm_(b, a, alpha=adapter.strength)  # rounded once
-        assert same_bits(source.tensor(name), total + plain(tiny).tensor(name))
-    assert any(not same_bits(source.tensor(name), x) for name, x in before.items())
+    for name, (first, *others) in source.adapters.items():
+        down, up = factors(first.file.path, name)
+        total = (up * STRENGTH) @ down
+        for adapter in others:
+            down, up = factors(adapter.file.path, name)
+            total.addmm_(up, down, alpha=0.3)  # rounded once
+        assert torch.equal(source.tensor(name), total + Source.tensor(source, name)), name
+    assert any(not torch.equal(source.tensor(name), tensor) for name, tensor in before.items())
 
 
-@pytest.mark.parametrize(("tp", "dtype"), [(1, torch.float32), (1, torch.bfloat16), (4, torch.bfloat16)])
-def test_rank_files_hold_slices_of_the_merged_weights(tiny, tp, dtype, tmp_path):
-    """Weights are merged in bf16, whatever the rank files' dtype."""
-    source = merged(tiny, (tiny.lora, STRENGTH))
-    shard_weights(source, tmp_path, {"tp": tp}, tp, dtype, shard_specs(source, tp, {}))
-    expected = {name: weight.to(dtype) for name, weight in fused_state(tiny, ((tiny.lora, STRENGTH),)).items()}
-    host = load_file(tmp_path / HOST_FILE)
-    checked = set(host)
-    assert [name for name, weight in host.items() if not same_bits(weight, expected[name])] == []
-    for rank in range(tp):
-        stored = load_file(tmp_path / rank_file(rank))
-        checked |= stored.keys()
-        for name, weight in stored.items():
-            split, whole = rule(SHARDED_MODELS["dit"], name), expected[name]
-            part = whole.chunk(tp, dim=split)[rank] if split in (COL, ROW) else whole
-            assert same_bits(weight, part.contiguous()), (name, rank)
-    assert checked == expected.keys()
+F8, B16, F16, F32 = torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32
 
 
-def test_every_tensor_of_the_lora_is_used_gates_adaln_and_projections_too(tiny):
-    source = merged(tiny, (tiny.lora, STRENGTH))
-    with safe_open(tiny.lora, "pt") as file:
-        expected = {
-            key.removeprefix("diffusion_model.").removesuffix(DOWN) + ".weight" for key in file.keys() if DOWN in key
-        }
-        assert len(file.keys()) == 2 * len(expected) == 2 * len(source.adapters)
-    assert changed(tiny, source) == expected == source.adapters.keys()
-    for part in ("to_gate_logits", "adaln_single", "patchify_proj", "proj_out", "audio_ff.net", "av_ca_a2v_gate"):
-        assert any(part in name for name in expected), part
-    assert {rule(SHARDED_MODELS["dit"], name) for name in expected} == {COL, ROW, None, HOST}
+@pytest.mark.parametrize(("down", "up", "scale"), [(F8, F8, None), (F8, B16, 0.5), (F16, F32, None)])
+def test_float8_and_factors_of_two_dtypes_are_cast_to_bfloat16(tiny, tmp_path, down, up, scale):
+    """As ltx-core 1.2.0's _products_for_sd_key; 1.0.0 fails on them. ltx-core knows no scales."""
+    tensors = {key: tensor.to(up if key.endswith(UP) else down) for key, tensor in load_file(tiny.lora).items()}
+    small = [key for key in tensors if tensors[key].dtype == F8]
+    cast = {key: tensor.bfloat16() * (scale if scale and key in small else 1) for key, tensor in tensors.items()}
+    if scale:
+        tensors |= {f"{key}_scale": torch.tensor(scale) for key in small}
+    source, before = merged(tiny, (written(tmp_path, tensors), STRENGTH)), plain(tiny)
+    for name in source.adapters:
+        layer = f"diffusion_model.{name.removesuffix('.weight')}"
+        delta = torch.matmul(cast[layer + UP] * STRENGTH, cast[layer + DOWN])
+        assert torch.equal(source.tensor(name), delta + before.tensor(name)), name
 
 
-def tensors_of(file, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    with safe_open(file.path, "pt") as opened:
-        module = "diffusion_model." + name.removesuffix(".weight")
-        return opened.get_tensor(module + DOWN), opened.get_tensor(module + UP)
+# A method -> shapes of its parts and its formula by LyCORIS; products are times alpha / rank, which is 1/2.
+METHODS = {
+    "LoKr": ({"lokr_w1": (2, 4), "lokr_w2": (16, 8)}, lambda a, b: 2 * torch.kron(a, b)),
+    "LoKr of two low ranks": (
+        {"lokr_w1_a": (4, RANK), "lokr_w1_b": (RANK, 2), "lokr_w2_a": (8, RANK), "lokr_w2_b": (RANK, 16)},
+        lambda a, b, c, d: torch.kron(a @ b, c @ d),
+    ),
+    "LoHa": (
+        {"hada_w1_a": (32, RANK), "hada_w1_b": (RANK, 32), "hada_w2_a": (32, RANK), "hada_w2_b": (RANK, 32)},
+        lambda a, b, c, d: (a @ b) * (c @ d),
+    ),
+    "difference": ({"diff": (32, 32)}, lambda a: 2 * a),
+}
 
 
-def product(tensors, strength: float) -> torch.Tensor:
-    down, up = tensors
-    return (up * strength) @ down
+@pytest.mark.parametrize("method", METHODS)
+def test_lokr_loha_and_differences_are_merged_by_their_formula(tiny, tmp_path, method):
+    """In float64: one product may round to the next bf16."""
+    shapes, formula = METHODS[method]
+    parts = {part: randn(*shape, seed=seed).bfloat16() / 4 for seed, (part, shape) in enumerate(shapes.items())}
+    delta = formula(*(tensor.double() for tensor in parts.values())) / 2
+    parts["alpha"] = torch.tensor(RANK / 2)
+    source = merged(tiny, (written(tmp_path, {f"{COMFY_QUERY}.{x}": t for x, t in parts.items()}), STRENGTH))
+    assert source.adapters.keys() == {f"{QUERY}.weight"}
+    got, wanted = source.tensor(f"{QUERY}.weight"), Source.tensor(source, f"{QUERY}.weight")
+    wanted = wanted + (STRENGTH * delta).bfloat16()
+    torch.testing.assert_close(got, wanted, rtol=2**-7, atol=2**-9)
+    assert (got == wanted).float().mean() > 0.99
 
 
-# --- what is refused -----------------------------------------------------------------------------
-BLOCK = "diffusion_model.transformer_blocks.0."
+def test_differences_of_biases_and_norms_are_added_beside_products(tiny, tmp_path):
+    changes = {
+        f"{COMFY_QUERY}.diff_b": f"{QUERY}.bias",
+        "diffusion_model.transformer_blocks.0.attn1.q_norm.diff": "transformer_blocks.0.attn1.q_norm.weight",
+        "lora_unet_transformer_blocks_0_attn1_k_norm.w_norm": "transformer_blocks.0.attn1.k_norm.weight",
+        "transformer.transformer_blocks.0.attn2.norm_k.diff": "transformer_blocks.0.attn2.k_norm.weight",
+    }
+    before = plain(tiny)
+    added = {key: randn(*before.shape(name), seed=seed).bfloat16() for seed, (key, name) in enumerate(changes.items())}
+    source = merged(tiny, (written(tmp_path, load_file(tiny.lora) | added), STRENGTH))
+    for key, name in changes.items():
+        assert torch.equal(source.tensor(name), before.tensor(name) + (added[key].float() * STRENGTH).bfloat16()), name
+    assert differing(source, merged(tiny, (tiny.lora, STRENGTH))) == {*changes.values()}
 
 
-def refused(tiny, tmp_path, change) -> str:
-    """What is said of the tiny LoRA after `change`."""
-    tensors = load_file(tiny.lora)
-    change(tensors)
-    path = tmp_path / "wrong.safetensors"
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
-    with pytest.raises(UserError) as error:
-        merged(tiny, (path, 1.0))
-    assert str(path) in str(error.value)
-    return str(error.value)
+# --- spellings ------------------------------------------------------------------------------------
+
+# Lightricks' names -> diffusers', from diffusers' scripts/convert_ltx2_to_diffusers.py.
+DIFFUSERS = (
+    ("av_ca_video_scale_shift_adaln_single", "av_cross_attn_video_scale_shift"),
+    ("av_ca_a2v_gate_adaln_single", "av_cross_attn_video_a2v_gate"),
+    ("av_ca_audio_scale_shift_adaln_single", "av_cross_attn_audio_scale_shift"),
+    ("av_ca_v2a_gate_adaln_single", "av_cross_attn_audio_v2a_gate"),
+    ("prompt_adaln_single", "prompt_adaln"),
+    ("audio_adaln_single", "audio_time_embed"),
+    ("adaln_single", "time_embed"),
+    ("patchify_proj", "proj_in"),
+    ("embeddings_connector.transformer_1d", "connector.transformer"),
+)
 
 
-def test_everything_that_does_not_fit_is_listed_in_one_error(tiny, tmp_path):
-    def change(tensors):
-        del tensors[f"{BLOCK}attn1.to_q{UP}"]
-        tensors[f"{BLOCK}attn2.to_q{DOWN}"] = tensors[f"{BLOCK}attn2.to_q{DOWN}"][:, :-1]
-        tensors[f"{BLOCK}attn2.to_k{DOWN}"] = tensors[f"{BLOCK}attn2.to_k{DOWN}"][:-1]
-        tensors["diffusion_model.transformer_blocks.99.attn1.to_q" + DOWN] = torch.zeros(4, 32, dtype=torch.bfloat16)
-        tensors[f"{BLOCK}attn1.to_k.alpha"] = torch.ones(2)
-
-    message = refused(tiny, tmp_path, change)
-    expected = (
-        f"{BLOCK}attn1.to_q{DOWN}: its lora_B is missing",
-        (
-            f"{BLOCK}attn2.to_q{DOWN}: lora_A of shape [4, 31], lora_B of shape [32, 4] does not"
-            " fit transformer_blocks.0.attn2.to_q.weight of shape [32, 32]"
-        ),
-        f"{BLOCK}attn2.to_k{DOWN}: lora_A of shape [3, 32], lora_B of shape [32, 4] does not fit",
-        f"{BLOCK}attn1.to_k.alpha: shape [2], wanted one number",
-        f"diffusion_model.transformer_blocks.99.attn1.to_q{DOWN}: matches no weight of the model",
-    )
-    assert [line for line in expected if line not in message] == []
-    assert len(message.splitlines()) == 1 + len(expected)
+def dotted(prefix: str):
+    return lambda name: prefix + name
 
 
-@pytest.mark.parametrize(("dtype", "stored"), [(torch.float8_e5m2, "F8_E5M2"), (torch.int8, "I8")])
-def test_a_dtype_that_no_product_is_taken_in_is_refused_by_name(tiny, tmp_path, dtype, stored):
-    def change(tensors):
-        for part in (UP, DOWN):
-            tensors[f"{BLOCK}attn1.to_q{part}"] = tensors[f"{BLOCK}attn1.to_q{part}"].to(dtype)
-
-    message = refused(tiny, tmp_path, change)
-    expected = f"{BLOCK}attn1.to_q{DOWN}: stored as {stored}, which is not implemented; wanted one of"
-    assert expected in message and "BF16" in message and len(message.splitlines()) == 2
+def flat(prefix: str, *renamed: str):
+    return lambda name: prefix + (name.replace(*renamed) if renamed else name).replace(".", "_")
 
 
-def test_a_file_without_lora_tensors_is_refused(tiny, tmp_path):
-    assert "no lora_A / lora_B tensors" in refused(tiny, tmp_path, lambda tensors: tensors.clear())
+def of_diffusers(name: str, prefix: str = "transformer.") -> str:
+    name = re.sub("text_embedding_projection.(.*)_aggregate_embed", r"\1_text_proj_in", name)
+    return prefix + reduce(lambda text, names: text.replace(*names), DIFFUSERS, name)
 
 
-def test_a_base_weight_that_is_not_bf16_is_refused(tiny, tmp_path):
-    name = "model.diffusion_model.transformer_blocks.0.attn1.to_q.weight"
-    weights = load_file(tiny.checkpoint)
-    weights[name] = weights[name].float()
-    with safe_open(tiny.checkpoint, "pt") as file:
-        save_file(weights, tmp_path / "wide.safetensors", file.metadata())
-    with pytest.raises(UserError, match=r"attn1\.to_q\.weight is not stored in BF16"):
-        MergedSource(SHARDED_MODELS["dit"], [Checkpoint(tmp_path / "wide.safetensors")], (Lora(tiny.lora),))
+def respelled(tensors: dict, layer, down: str = DOWN, up: str = UP, alpha=None) -> dict:
+    """A plain LoRA with other names. layer: of a layer's name; alpha: the tensor of each layer."""
+    renamed = {}
+    for name in layers(tensors):
+        for old, new in ((DOWN, down), (UP, up)):
+            renamed[layer(name) + new] = tensors[f"diffusion_model.{name}{old}"]
+        if alpha is not None:
+            renamed[layer(name) + ".alpha"] = alpha.clone()
+    return renamed
 
 
-@pytest.mark.parametrize("strength", [float("nan"), float("inf")])
-def test_a_strength_that_is_no_number_is_refused(strength):
-    with pytest.raises(UserError, match="strength"):
-        JobFields.validated({"lora": [["lora.safetensors", strength]]})
+def peft(**settings) -> dict:
+    return {"lora_adapter_metadata": json.dumps({f"transformer.{key}": x for key, x in settings.items()})}
 
 
-# --- identities ----------------------------------------------------------------------------------
-def test_weight_sets_are_told_apart_by_file_strength_and_order(tiny, other_lora):
-    chosen = (
-        (),
-        ((tiny.lora, 0.7),),
-        ((tiny.lora, 0.8),),
-        ((other_lora, 0.7),),
-        ((tiny.lora, 0.7), (other_lora, 0.7)),
-        ((other_lora, 0.7), (tiny.lora, 0.7)),
-    )
-    identities = [str(merged(tiny, *loras).lora_identity) for loras in chosen]
-    assert len(set(identities)) == len(chosen)
+KOHYA = {"down": ".lora_down.weight", "up": ".lora_up.weight"}
+DEFAULT = {"down": ".lora_A.default.weight", "up": ".lora_B.default.weight"}
+OWN_NAME = {"down": ".lora_A.my_style.weight", "up": ".lora_B.my_style.weight"}
+OLD_DIFFUSERS = {"down": ".lora.down.weight", "up": ".lora.up.weight"}
+PROCESSORS = {"down": ".lora_linear_layer.down.weight", "up": ".lora_linear_layer.up.weight"}
+COMFY = dotted("diffusion_model.")
+FULL, HALF = torch.tensor(float(RANK)), torch.tensor(RANK / 2)
+# A spelling -> layer names, other parts, metadata
+SAME = {
+    "no prefix": (dotted(""), {}, None),
+    "the checkpoint's prefix": (dotted("model.diffusion_model."), {}, None),
+    "PEFT": (dotted("base_model.model."), DEFAULT, None),
+    "PEFT, saved": (dotted("base_model.model."), {}, None),
+    "PEFT, an adapter's own name": (dotted(""), OWN_NAME, None),
+    "PEFT of a model in a wrapper": (dotted("base_model.model.model."), DEFAULT, None),
+    "PEFT without .weight": (dotted(""), {"down": ".lora_A", "up": ".lora_B"}, None),
+    "diffusers": (dotted("transformer."), {}, None),
+    "diffusers, its layers' names": (of_diffusers, {}, None),
+    "diffusers, with settings": (of_diffusers, {}, peft(r=RANK, lora_alpha=RANK, use_rslora=False, alpha_pattern={})),
+    "older diffusers": (of_diffusers, OLD_DIFFUSERS, None),
+    "attention processors": (dotted("unet."), PROCESSORS, None),
+    "ComfyUI, down and up": (COMFY, KOHYA, None),
+    "ComfyUI, alpha": (COMFY, {"alpha": FULL.bfloat16()}, None),
+    "kohya without alpha": (flat("lora_unet_"), KOHYA, None),
+    "kohya, alpha and metadata": (flat("lora_unet_"), KOHYA | {"alpha": FULL}, {"ss_network_alpha": "1"}),
+    "musubi": (flat("lora_unet_model_"), KOHYA | {"alpha": FULL.half()}, None),
+    "OneTrainer": (flat("lora_transformer_"), KOHYA | {"alpha": FULL}, None),
+    "OneTrainer, diffusers' names": (lambda name: flat("lora_transformer_")(of_diffusers(name, "")), KOHYA, None),
+    "LyCORIS": (flat("lycoris_"), KOHYA | {"alpha": FULL[None]}, None),
+}
+HALVED = {
+    "kohya": (flat("lora_unet_"), KOHYA | {"alpha": HALF}, None),
+    "alpha beside PEFT's settings": (of_diffusers, {"alpha": HALF.bfloat16()}, peft(lora_alpha=RANK)),
+    "PEFT's settings": (of_diffusers, {}, peft(r=RANK, lora_alpha=RANK / 2)),
+    "PEFT's settings of layers": (of_diffusers, {}, peft(lora_alpha=1, alpha_pattern={".*": RANK / 2})),
+    "PEFT, rank-stabilised": (of_diffusers, {}, peft(lora_alpha=RANK**0.5 / 2, use_rslora=True)),
+}
 
 
-def test_a_set_is_found_by_the_loras_content_and_missing_ones_name_the_command(tiny, tmp_path):
-    def workspace() -> Workspace:
-        artifacts = tmp_path / "artifacts"
-        return Workspace(tiny.checkpoint, resolve("cpu"), artifacts, 2, "bfloat16")
-
-    def sets(path) -> list[tuple[Lora, ...]]:
-        return [(Lora(path, 0.5),), (Lora(path, 0.5), Lora(path, 0.25))]
-
-    copy = tmp_path / "copy.safetensors"
-    copy.write_bytes(tiny.lora.read_bytes())
-    made = build.make(workspace(), workspace().weight_sets("dit", sets(tiny.lora)))
-    assert len(set(made)) == 2
-    assert [workspace().dit_weights(loras) for loras in sets(copy)] == made
-    with pytest.raises(UserError, match=r"shard transformer .*--lora .* 0\.75 .*--tp-degree 2"):
-        workspace().dit_weights((Lora(tiny.lora, 0.75),))
-
-
-# --- what a command or a job names ----------------------------------------------------------------
-def weight_sets(words: str) -> list[list]:
-    """The sets that flags name, each LoRA as its file's name and strength."""
-    parser = argparse.ArgumentParser()
-    flags.add_job(parser, flags.WEIGHTS)
-    sets = flags.spec(parser.parse_args(words.split())).weight_sets
-    return [[(lora.path.name, lora.strength) for lora in loras] for loras in sets]
-
-
-def test_flags_name_the_weight_sets_of_both_stages():
-    style, distilled, ic = ("style", 0.8), ("distilled", 1.0), ("ic", 0.9)
-    assert weight_sets("") == [[]]
-    assert weight_sets("--lora style .8") == [[style]]
-    assert weight_sets("--distilled-lora distilled") == [[], [distilled]]
-    assert weight_sets("--distilled-lora distilled --lora style .8") == [[style], [style, distilled]]
-    assert weight_sets("--lora style .8 --ic-lora ic .9") == [[style, ic], [style]]
-
-
-def test_either_strength_of_hq_makes_its_two_sets():
-    def hq(words: str) -> list[list]:
-        return weight_sets(f"--distilled-lora d --distilled-lora-strength-stage-{words}")
-
-    assert hq("1 .25") == hq("2 .5") == [[("d", 0.25)], [("d", 0.5)]]
-    assert hq("1 0") == [[("d", 0.0)], [("d", 0.5)]]
-    assert hq("1 .3 --distilled-lora-strength-stage-2 .6") == [[("d", 0.3)], [("d", 0.6)]]
-    assert hq("2 .75 --lora s") == [[("s", 1.0), ("d", 0.25)], [("s", 1.0), ("d", 0.75)]]
+@pytest.fixture(scope="module")
+def halves(tiny) -> dict[float, MergedSource]:
+    return {strength: merged(tiny, (tiny.lora, strength)) for strength in (STRENGTH, STRENGTH / 2)}
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--distilled-lora d .5 --distilled-lora-strength-stage-1 .3", "replaces the strength of --distilled-lora"),
-        ("--distilled-lora-strength-stage-2 .3", "stage-2 needs --distilled-lora"),
-        ("--distilled-lora d --distilled-lora-strength-stage-2 nan", "wanted a finite number"),
-        ("--ic-lora ic much", r"ic: strength .much., wanted a valid number.* --ic-lora PATH \[STRENGTH\]"),
-    ],
+    ("spelling", "strength"),
+    [(row, STRENGTH) for row in SAME.values()] + [(row, STRENGTH / 2) for row in HALVED.values()],
+    ids=[*SAME, *(f"{name}, half" for name in HALVED)],
 )
-def test_strengths_that_cannot_be_are_refused(words, message):
-    with pytest.raises(UserError, match=message):
-        weight_sets(words)
+def test_every_spelling_of_a_lora_gives_the_plain_files_bits(tiny, tmp_path, halves, spelling, strength):
+    layer, parts, metadata = spelling
+    path = written(tmp_path, respelled(load_file(tiny.lora), layer, **parts), metadata)
+    source = merged(tiny, (path, STRENGTH))
+    assert len(source.adapters) == 96 and differing(source, halves[strength]) == set()
+    assert model_files.kind_of(TensorFile(path, "")) == "lora"
 
 
-def test_a_lines_loras_take_the_place_of_the_commands(tmp_path):
-    parser = argparse.ArgumentParser()
-    flags.add_job(parser)
-    command = "--recipe distilled --two-stage --lora a .5 --ic-lora i"
-    command = flags.spec(parser.parse_args(command.split()))
-
-    def names(**line) -> list[list]:
-        job = command.updated({"prompt": "x"} | line)
-        return [[(str(lora.path), lora.strength) for lora in s.loras] for s in job.stages]
-
-    assert names() == [[("a", 0.5), ("i", 1.0)], [("a", 0.5)]]
-    assert names(lora=["b", 2]) == [[("b", 2.0), ("i", 1.0)], [("b", 2.0)]]
-    assert names(lora=[["b"], ["c", 0.1]], ic_lora=[]) == [[("b", 1.0), ("c", 0.1)]] * 2
-    assert names(lora=None) == names()
-    two = {"distilled-lora-strength-stage-1": 0.2, "distilled-lora": "d", "ic-lora": [], "lora": []}
-    assert names(**two) == [[("d", 0.2)], [("d", 0.5)]]
+def test_a_folder_of_peft_has_alpha_in_its_settings_and_its_identity(tiny, tmp_path):
+    path, settings = tmp_path / "adapter_model.safetensors", tmp_path / "adapter_config.json"
+    save_file(respelled(load_file(tiny.lora), dotted("base_model.model.")), path, {"format": "pt"})
+    identities = []
+    for alpha in (RANK, RANK / 2):
+        settings.write_text(json.dumps({"peft_type": "LORA", "r": RANK, "lora_alpha": alpha}))
+        assert differing(merged(tiny, (path, STRENGTH)), merged(tiny, (tiny.lora, STRENGTH * alpha / RANK))) == set()
+        _fingerprint.cache_clear()  # a process reads it once
+        identities += identity_of((Lora(path),))
+    assert identities[0] != identities[1]
+    settings.write_text("{")
+    with pytest.raises(UserError, match="its PEFT settings are damaged"):
+        merged(tiny, (path, STRENGTH))
 
 
-def test_a_file_of_named_sets_says_them_as_a_line_does(tmp_path):
-    def sets(content) -> dict:
-        path = tmp_path / "sets.json"
-        path.write_text(json.dumps(content))
-        parser = argparse.ArgumentParser()
-        flags.add_job(parser)
-        parser.add_argument("--lora-sets", type=Path)
-        args = parser.parse_args(["--lora", "a", "--distilled-lora", "d", "--lora-sets", str(path)])
-        return flags.lora_sets(args)
+# --- connectors -----------------------------------------------------------------------------------
 
-    actual = sets({"anime": {"lora": ["b", 0.5]}})
-    assert [lora.path.name for lora in actual["default"].loras] == ["a"]
-    assert actual["anime"].loras == (Lora(Path("b"), 0.5),)
-    assert actual["anime"].stage_2_loras == actual["default"].stage_2_loras != ()
-    for wrong in ({"anime": {"seed": 3}}, {"anime": ["b"]}):
-        with pytest.raises(UserError, match="'anime': wanted an object with the keys lora, ic-lora, distilled-lora"):
-            sets(wrong)
+VIDEO = "video_embeddings_connector.transformer_1d_blocks.0.attn1.to_q"
+CONNECTED = {
+    f"{DIFFUSION}{VIDEO}.weight": VIDEO,
+    f"{DIFFUSION}audio_embeddings_connector.transformer_1d_blocks.1.ff.net.2.weight": (
+        "audio_embeddings_connector.transformer_1d_blocks.1.ff.net.2"
+    ),
+    "text_embedding_projection.video_aggregate_embed.weight": "text_embedding_projection.video_aggregate_embed",
+}
+CONNECTORS = {
+    "plain": (COMFY, {}),
+    "PEFT": (dotted("base_model.model."), DEFAULT),
+    "kohya": (flat("lora_unet_"), KOHYA),
+    "musubi": (flat("lora_unet_", "video_embeddings", "embeddings"), KOHYA),
+    "diffusers": (lambda name: of_diffusers(name, "connectors."), {}),
+}
 
 
-def test_a_missing_set_names_the_command_that_makes_what_is_missing(tiny, tmp_path):
-    """Typed as it is said, it makes the missing sets and no other."""
-    lora = Lora(tiny.lora, 0.5)
-    workspace = Workspace(tiny.checkpoint, resolve("cpu"), tmp_path / "artifacts", 1, "bfloat16")
-    two = Size(64, 64, 9, two_stage=True)
-    jobs = [
-        make_job("plain", Size(64, 64, 9)),
-        make_job("hq", two, recipe="dev", stage_1_loras=(lora,), stage_2_loras=(Lora(tiny.lora, 2),)),
-        make_job("ic", two, stage_1_loras=(Lora(tiny.lora, 0.75),)),
-        make_job("style", Size(64, 64, 9), loras=(lora,)),  # stage 1 of hq is that set
-    ]
-    build.make(workspace, workspace.weight_sets("dit"))
-    sets = [workspace.weight_set("dit", stage.loras) for job in jobs for stage in job.stages]
+@pytest.fixture
+def connector_lora(tiny, tmp_path) -> Path:
+    """A plain LoRA on three layers of model gemma3."""
+    tensors, shapes = {}, Checkpoint(tiny.checkpoint).shapes
+    for key, layer in CONNECTED.items():
+        rows, columns = shapes[key]
+        tensors[f"diffusion_model.{layer}{DOWN}"] = randn(RANK, columns, seed=0).bfloat16()
+        tensors[f"diffusion_model.{layer}{UP}"] = randn(rows, RANK, seed=1).bfloat16()
+    return written(tmp_path, tensors, name="connectors")
+
+
+@pytest.fixture
+def by_hand(tiny, tmp_path, connector_lora) -> Path:
+    """A checkpoint to which the products of connector_lora were added by hand. Its fingerprint may be the tiny
+    one's."""
+    weights, path = load_file(tiny.checkpoint), tmp_path / "by_hand.safetensors"
+    for key, layer in CONNECTED.items():
+        down, up = factors(connector_lora, f"{layer}.weight")
+        weights[key] = weights[key] + (up * STRENGTH) @ down
+    save_file(weights, path, Checkpoint(tiny.checkpoint).metadata)
+    return path
+
+
+def opened(checkpoint: Path, tiny, artifacts: Path) -> Workspace:
+    return Workspace(checkpoint, resolve("cpu", ("text_buckets=128,1024",)), artifacts, 1, "float32", tiny.gemma_root)
+
+
+def job_with(*loras: Lora, two_stage: bool = False, **stages) -> Job:
+    return make_job("a red fox by the sea", Size(64, 64, 9, two_stage=two_stage), loras=loras, **stages)
+
+
+@pytest.mark.parametrize("spelling", CONNECTORS)
+def test_a_lora_on_the_connectors_is_merged_into_the_text_side_alone(tiny, tmp_path, connector_lora, by_hand, spelling):
+    layer, parts = CONNECTORS[spelling]
+    path = written(tmp_path, respelled(load_file(connector_lora), layer, **parts))
+    source, expected = merged(tiny, (path, STRENGTH), model="gemma3"), plain(tiny, "gemma3", by_hand)
+    assert differing(source, expected) == set() and len(source.adapters) == 3
+    assert len(differing(plain(tiny, "gemma3"), expected)) == 3
+    assert merged(tiny, (path, STRENGTH)).lora_identity == []  # the DiT's plain weight set
+
+
+def test_prompts_are_encoded_by_the_connectors_of_their_jobs_lora(tiny, tmp_path, artifacts, connector_lora, by_hand):
+    def encoded(checkpoint: Path, *jobs: Job, cache: bool = False) -> list[torch.Tensor]:
+        workspace = opened(checkpoint, tiny, artifacts)
+        with Engine(workspace, Recorder(), RunOptions(cache_prompts=cache)) as engine:
+            return [run.contexts[0].video for run in engine.encode([*jobs])]
+
+    expected = [*encoded(by_hand, job_with()), *encoded(tiny.checkpoint, job_with())]
+    assert not torch.equal(*expected)
+    for _ in ("encoded", "cached"):
+        got = encoded(tiny.checkpoint, job_with(Lora(connector_lora, STRENGTH)), job_with(), cache=True)
+        assert all(map(torch.equal, got, expected))
+
+
+def test_gemmas_weight_set_is_that_of_the_lora_on_the_connectors_for_all_stages(tiny, tmp_path, connector_lora):
+    workspace, lora = opened(tiny.checkpoint, tiny, tmp_path / "artifacts"), Lora(connector_lora, STRENGTH)
+    assert workspace.text_loras(job_with(lora, two_stage=True)) == (lora,)
+    assert workspace.text_loras(job_with(Lora(tiny.lora))) == ()  # no layer of the connectors
+    with pytest.raises(UserError, match=rf"shard gemma3 .*--lora {lora.path} 0\.7"):
+        workspace.weights("gemma3", (lora,))
+    with pytest.raises(UserError, match="changes the connectors, which encode the prompt once"):
+        workspace.text_loras(job_with(two_stage=True, stage_1_loras=(lora,)))
+
+
+# --- what is left out, and what is refused --------------------------------------------------------
+
+STRAYS = (
+    "text_encoder.layers.0.q_proj.lora_A.weight",
+    "lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_up.weight",  # kohya's
+    "text_encoders.gemma3.model.layers.0.q_proj.lora_B.weight",  # ComfyUI's
+    f"ema.{QUERY}.lora_A.weight",
+    f"model_ema.{QUERY}.lora_A.weight",
+    "step",
+    "vae.decoder.conv_in.conv.weight",
+)
+
+
+def test_tensors_of_other_models_are_left_out_and_counted(tiny, tmp_path, capsys):
+    strays = {name: torch.zeros(4, 32, dtype=torch.bfloat16) for name in STRAYS}
+    lora = Lora(written(tmp_path, load_file(tiny.lora) | strays), STRENGTH)
+    source, expected = merged(tiny, (lora.path, STRENGTH)), merged(tiny, (tiny.lora, STRENGTH))
+    assert differing(source, expected) == set() and expected.notes == []
+    (note,) = source.notes
+    assert f"{len(strays)} tensors of other models" in note and "are left out" in note
+    workspace = opened(tiny.checkpoint, tiny, tmp_path)
+    build.make(workspace, workspace.weight_sets("dit", ((lora,),)))
+    assert capsys.readouterr().out.startswith(f"{note}\n")
+
+
+def zeros(*names: str, shape=(RANK, 32), dtype=torch.bfloat16) -> dict:
+    return {name: torch.zeros(shape, dtype=dtype) for name in names}
+
+
+def pair(layer: str, inputs: int, outputs: int, dtype=torch.bfloat16) -> dict:
+    down, up = zeros(layer + DOWN, shape=(RANK, inputs)), zeros(layer + UP, shape=(outputs, RANK))
+    return {name: tensor.to(dtype) for name, tensor in (down | up).items()}
+
+
+def without_query(*parts: str):
+    return lambda tensors: [tensors.pop(COMFY_QUERY + part) for part in parts]
+
+
+def older_adaln(tensors: dict) -> None:
+    """LTX-2.0's has 6 rows where LTX-2.3's has 9."""
+    key = f"diffusion_model.adaln_single.linear{UP}"
+    tensors[key] = tensors[key][: len(tensors[key]) // 9 * 6]
+
+
+OLDER = "is of LTX-2.0 or LTX-Video, wanted one of the checkpoint's release"
+BLOCK_99 = "diffusion_model.transformer_blocks.99.attn1.to_q"
+MISFIT = f"lora_A of shape [4, 31], lora_B of shape [32, 4] does not fit {QUERY}.weight of shape [32, 32]"
+# What is added to the plain LoRA, or done to it -> the message
+REFUSED = {
+    "DoRA": (zeros(f"{COMFY_QUERY}.dora_scale"), "is a DoRA file"),
+    "OFT": (zeros(f"{COMFY_QUERY}.oft_blocks"), "is a OFT file"),
+    "LTX-2.0": (pair("diffusion_model.caption_projection.linear_1", 32, 32), OLDER),
+    "LTX-2.0's projection": (pair("text_embedding_projection.aggregate_embed", 96, 32), OLDER),
+    "LTX-2.0's connector": (pair(f"transformer.{VIDEO}", 24, 24), OLDER),
+    "LTX-2.0's AdaLN": (older_adaln, OLDER),
+    "a whole weight": (zeros(f"{COMFY_QUERY}.weight"), "is not a LoRA's tensor"),
+    "a bias of a product": (zeros(f"{COMFY_QUERY}.lora_B.bias"), "is not a LoRA's tensor"),
+    "a layer that is not there": (pair(BLOCK_99, 32, 32), f"{BLOCK_99}{DOWN}: matches no weight of the model"),
+    "two adapters": (zeros(f"{COMFY_QUERY}.lora_A.second.weight"), "same weight as"),
+    "half a LoKr": (zeros(f"{COMFY_QUERY}.lokr_w1"), "its lokr_w2 is missing"),
+    "half a LoRA": (without_query(UP), f"{COMFY_QUERY}{DOWN}: its lora_B is missing"),
+    "other inputs": (pair(COMFY_QUERY, 31, 32), f"{COMFY_QUERY}{DOWN}: {MISFIT}"),
+    "another rank": (zeros(f"{COMFY_QUERY}{DOWN}", shape=(3, 32)), "lora_A of shape [3, 32], lora_B of shape [32, 4]"),
+    "alpha": (zeros(f"{COMFY_QUERY}.alpha", shape=2), f"{COMFY_QUERY}.alpha: shape [2], wanted one number"),
+    "float8": (pair(COMFY_QUERY, 32, 32, torch.float8_e5m2), f"{DOWN}: stored as F8_E5M2, which is not implemented;"),
+    "nothing": (lambda tensors: tensors.clear(), "it has no lora_A / lora_B tensors"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_merged_is_refused_by_its_name(tiny, tmp_path, change, message):
+    tensors = load_file(tiny.lora)
+    tensors.update(change) if isinstance(change, dict) else change(tensors)
+    path = written(tmp_path, tensors)
     with pytest.raises(UserError) as error:
-        workspace.find_all(sets)
-    program = command("shard transformer")
-    commands = [line for line in str(error.value).splitlines() if program in line]
-    assert len(commands) == 3
-    for typed in commands:
-        dispatch(["shard", "transformer", *shlex.split(typed.partition(program)[2])])
-    workspace.find_all(sets)
-    assert len(finished_weights(workspace.artifacts, "dit")) == 4
+        merged(tiny, (path, 1.0))
+    assert message in str(error.value) and f"--lora {path}" in str(error.value)
+    assert len(str(error.value).splitlines()) <= 3
 
 
-def test_the_distilled_lora_is_for_stage_2_of_dev_and_that_stage_needs_it():
-    two, lora = Size(64, 64, 9, two_stage=True), (Lora(Path("d")),)
-    refining = make_job("x", two, recipe="dev", stage_2_loras=lora)
-    one_stage = make_job("x", Size(64, 64, 9), recipe="dev", stage_2_loras=lora)
-    check_distilled_loras([refining, one_stage])  # the command's flags, of lines of both kinds
-    half = replace(refining, stage_2_loras=(), skip_stage_2=True)
-    check_distilled_loras([half])  # no stage 2 is run
-    for jobs in ([refining, replace(refining, stage_2_loras=())], [make_job("x", two, recipe="dev")]):
-        with pytest.raises(UserError, match="needs --distilled-lora: .*\n.*hf download"):
-            check_distilled_loras(jobs)
-    for jobs in ([one_stage], [refining, replace(refining, recipe="distilled")]):
-        with pytest.raises(UserError, match="--distilled-lora is for stage 2 of --recipe dev"):
-            check_distilled_loras(jobs)
+def test_every_problem_of_a_file_is_listed_and_another_models_file_in_three_lines(tiny, tmp_path):
+    tensors = load_file(tiny.lora)
+    del tensors[f"{COMFY_QUERY}{UP}"]
+    tensors |= zeros(f"{BLOCK_99}{DOWN}", f"{COMFY_QUERY}.weight")
+    with pytest.raises(UserError) as error:
+        merged(tiny, (written(tmp_path, tensors), 1.0))
+    assert len(str(error.value).splitlines()) == 4
+    for layer in ("lora_unet_blocks_{}_self_attn_q", "diffusion_model.transformer_blocks.{}.attn1.to_q"):
+        other = {key: tensor for n in range(40) for key, tensor in pair(layer.format(n), 48, 48).items()}
+        with pytest.raises(UserError) as error:
+            merged(tiny, (written(tmp_path, other), 1.0))
+        title, first, more = str(error.value).splitlines()
+        assert title.endswith("is not a LoRA of this model:") and layer.partition("{}")[0] in first
+        assert "wanted layers such as " in more
 
 
-def test_a_call_of_the_api_may_have_its_own_loras(tiny, tmp_path):
-    pipe = LTXPipeline.from_pretrained(
-        checkpoint_path=tiny.checkpoint,
-        gemma_root=tiny.gemma_root,
-        artifacts_dir=tmp_path / "artifacts",
-        profile="cpu",
-        recipe="dev",
-        loras=[("a", 1)],
-        distilled_loras=[("d", 1)],
-    )
-    asked = []
-
-    def run(jobs, **_):
-        asked.extend(jobs)
-        raise UserError("enough")
-
-    pipe.engine.run = run
-
-    def stages(**call) -> list[list]:
-        with pytest.raises(UserError, match="enough"):
-            pipe("x", **call)
-        return [[(str(lora.path), lora.strength) for lora in s.loras] for s in asked[-1].stages]
-
-    a, b, c, d = (("a", 1.0), ("b", 0.5), ("c", 2.0), ("d", 1.0))
-    assert stages() == [[a]]
-    assert stages(two_stage=True) == [[a], [a, d]]
-    assert stages(loras=[b]) == [[b]] and stages(loras=()) == [[]]
-    assert stages(two_stage=True, ic_loras=[c], distilled_loras=[b]) == [[a, c], [a, b]]
-
-
-# --- references of IC-LoRAs -----------------------------------------------------------------------
-def ic_lora(tiny, folder, name: str, **metadata: str) -> Lora:
-    save_file(load_file(tiny.lora), folder / name, metadata)
-    return Lora(folder / name)
-
-
-def test_the_scale_of_references_is_of_the_files_metadata(tiny, tmp_path):
-    space = ic_lora(tiny, tmp_path, "space", reference_downscale_factor="2")
-    both = ic_lora(tiny, tmp_path, "both", reference_downscale_factor="2", reference_temporal_scale_factor="4")
-    one = ic_lora(tiny, tmp_path, "one", reference_downscale_factor="1")
-    plain = Lora(tiny.lora)
-    assert reference_scale(()) == reference_scale((plain, one)) == (1, 1)
-    assert reference_scale((plain, space)) == reference_scale((one, space)) == (2, 1)
-    assert reference_scale((both, space)) == (2, 4)
-    scales = detailing_scale(()), detailing_scale((plain,)), detailing_scale((one,)), detailing_scale((both,))
-    assert scales == (None, 2, 1, 2)
-
-
-@pytest.mark.parametrize("factor", ["0", "-2", "1.5", "two", "", "\u00b2"])
-def test_a_scale_that_is_no_whole_number_is_refused_with_its_file(tiny, tmp_path, factor):
-    lora = ic_lora(tiny, tmp_path, "odd", reference_temporal_scale_factor=factor)
-    with pytest.raises(UserError, match="odd: its metadata has reference_temporal_scale_factor"):
-        reference_scale((lora,))
-
-
-def test_two_different_scales_are_refused(tiny, tmp_path):
-    two = ic_lora(tiny, tmp_path, "half", reference_downscale_factor="2")
-    three = ic_lora(tiny, tmp_path, "third", reference_downscale_factor="3")
-    with pytest.raises(UserError, match="2 of .*half, 3 of .*third"):
-        reference_scale((two, three))
+def test_weights_that_a_lora_cannot_be_added_to_without_doubt_are_refused(tiny, tmp_path):
+    weights, metadata = load_file(tiny.checkpoint), Checkpoint(tiny.checkpoint).metadata
+    key = f"{DIFFUSION}{QUERY}.weight"
+    path = tmp_path / "checkpoint.safetensors"
+    save_file(weights | {key: weights[key].float()}, path, metadata)
+    with pytest.raises(UserError, match=r"attn1\.to_q\.weight is not stored in BF16"):
+        merged(tiny, (tiny.lora, 1.0), checkpoint=path)
+    # A file with underscores cannot say which of two names it changes.
+    save_file(weights | {key.replace("attn1.to_q", "attn1_to.q"): weights[key].clone()}, path, metadata)
+    kohya = written(tmp_path, respelled(load_file(tiny.lora), flat("lora_unet_"), **KOHYA))
+    with pytest.raises(UserError, match=r"0_attn1_to_q\.lora_down\.weight: matches no weight"):
+        merged(tiny, (kohya, 1.0), checkpoint=path)

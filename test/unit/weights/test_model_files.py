@@ -1,19 +1,26 @@
-"""LTX-2.5 has one file per part. ModelFiles identifies each by its metadata, finds it in the
-download, and refuses it with a model of another release."""
+"""LTX-2.5 has one file per part: each is known by its metadata, found in the download, and refused with another
+release's model."""
 
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from jobs import make_job
+from lib.random_sources import GEMMA_4_SIZES
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tiny import TinySizes
+from tiny.gemma import gemma_4_config
+from tiny.weights import save
 
 from ltx_neuron.artifacts import build
 from ltx_neuron.artifacts.workspace import Workspace
+from ltx_neuron.config.common import TEXT_TOKENS
+from ltx_neuron.config.gemma import GEMMA_3_12B, GEMMA_4_12B, read_config
 from ltx_neuron.config.profiles import resolve
 from ltx_neuron.engine.preflight import RunOptions
 from ltx_neuron.engine.run import Engine
@@ -23,9 +30,16 @@ from ltx_neuron.host.models import HostModels
 from ltx_neuron.hub import RELEASE_FILES
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.size import Size
+from ltx_neuron.text.inputs import embedded_tokenizer, load_tokenizer, tokenize
+from ltx_neuron.weights.checkpoint import Source
 from ltx_neuron.weights.lora import Lora
 from ltx_neuron.weights.model_files import ModelFiles, TextEncoderFile, kind_of, located
+from ltx_neuron.weights.sharding import SHARDED_MODELS
 from ltx_neuron.weights.tensorfile import TensorFile
+
+RELEASED = RELEASE_FILES["Lightricks/LTX-2.5"]
+PROMPT = "a golden retriever puppy runs across a sunny green meadow"
+JOB = make_job("rain", Size(64, 64, 9))
 
 
 def refused(call) -> str:
@@ -37,14 +51,8 @@ def refused(call) -> str:
 def changed(source: Path, target: Path, **metadata) -> Path:
     """A copy of a file with other metadata."""
     with safe_open(source, "pt") as file:
-        printed = {**file.metadata(), **metadata}
-    save_file(load_file(source), target, {k: v for k, v in printed.items() if v is not None})
+        save_file(load_file(source), target, {**file.metadata(), **metadata})
     return target
-
-
-def alone(split, folder: Path) -> Path:
-    """A copy of the transformer outside of its download."""
-    return Path(shutil.copy(split.distilled, folder / "transformer.safetensors"))
 
 
 def workspace(checkpoint: Path, gemma: Path | None = None, **paths) -> Workspace:
@@ -54,73 +62,55 @@ def workspace(checkpoint: Path, gemma: Path | None = None, **paths) -> Workspace
 # --- what a file is, and where it is --------------------------------------------------------------
 
 
-def test_metadata_identifies_a_file_whatever_its_name(split, tiny, tmp_path):
-    kinds = {
-        "distilled": "transformer",
-        "dev": "transformer",
-        "text_encoder": "gemma",
-        "video_vae": "video_vae",
-        "diffusion_vae": "video_vae",
-        "audio_vae": "audio_vae",
-        "spatial_upsampler": "spatial",
-        "temporal_upsampler": "temporal",
-        "duration_head": "duration_head",
-        "lora": "lora",
-    }
+def test_metadata_tell_the_kind_of_a_file_whatever_its_name(split, tiny, tmp_path):
+    kinds = {"distilled": "transformer", "dev": "transformer", "text_encoder": "gemma"}
+    kinds |= {"video_vae": "video_vae", "diffusion_vae": "video_vae", "audio_vae": "audio_vae", "lora": "lora"}
+    kinds |= {"spatial_upsampler": "spatial", "temporal_upsampler": "temporal", "duration_head": "duration_head"}
     for number, (name, kind) in enumerate(kinds.items()):
         renamed = tmp_path / f"{number}.safetensors"
         os.symlink(getattr(split, name), renamed)
         assert kind_of(TensorFile(renamed, "")) == kind
     assert kind_of(TensorFile(tiny.checkpoint, "")) == "transformer"
+    assert RELEASED.keys() == {*kinds.values(), "distilled", "dev"} - {"transformer"}
 
 
 def test_the_folder_of_a_download_has_the_transformer_of_each_recipe_and_all_other_files(split):
     assert located(split.folder, "distilled") == split.distilled
     files = ModelFiles(located(split.folder, "dev"))
     assert files.checkpoint.path == split.dev
-    actual = {kind: files.find(kind) for kind in ("gemma", "audio_vae", "spatial", "temporal")}
-    assert actual == {
-        "gemma": split.text_encoder,
-        "audio_vae": split.audio_vae,
-        "spatial": split.spatial_upsampler,
-        "temporal": split.temporal_upsampler,
-    }
-    assert located(split.folder, "gemma") == split.text_encoder
-
-
-def test_of_two_video_vaes_the_convolutional_one_decodes_unless_the_other_is_typed(split):
-    files = ModelFiles(split.distilled)
+    assert located(split.folder, "gemma") == files.find("gemma") == split.text_encoder
+    for kind in ("audio_vae", "spatial_upsampler", "temporal_upsampler"):
+        assert files.find(kind.removesuffix("_upsampler")) == getattr(split, kind)
+    # Of two video VAEs the convolutional one decodes unless the other is typed.
     assert files.describe_decoder() == f"convolutional, from {split.video_vae}"
-    typed = ModelFiles(split.distilled, video_vae_path=split.diffusion_vae)
+    typed = ModelFiles(split.dev, video_vae_path=split.diffusion_vae)
     assert typed.describe_decoder() == f"diffusion, from {split.diffusion_vae}"
 
 
 def test_a_single_transformer_is_that_of_any_recipe_and_a_folder_without_one_is_refused(split, tmp_path):
-    one = tmp_path / "one" / "diffusion_models"
-    one.mkdir(parents=True)
-    shutil.copy(split.dev, one / "model.safetensors")
-    assert located(one.parent, "distilled") == one / "model.safetensors"
-    shutil.copy(split.dev, one / "other.safetensors")
-    message = refused(lambda: located(one.parent, "distilled"))
+    folder = tmp_path / "diffusion_models"
+    folder.mkdir(parents=True)
+    shutil.copy(split.dev, folder / "model.safetensors")
+    assert located(tmp_path, "distilled") == folder / "model.safetensors"
+    shutil.copy(split.dev, folder / "other.safetensors")
+    message = refused(lambda: located(tmp_path, "distilled"))
     assert "2 files for --checkpoint-path" in message and "other.safetensors" in message
     assert "is a folder" in refused(lambda: located(split.video_vae.parent, "distilled"))
 
 
-def test_the_config_of_all_parts_equals_that_of_a_checkpoint(split, tiny):
-    config, whole = ModelFiles(split.distilled).config, ModelFiles(tiny.checkpoint).config
-    assert {*whole} == {*config}
-    assert all(config[name] == whole[name] for name in ("vae", "audio_vae", "vocoder"))
-
-
-def test_tensors_of_a_part_have_the_names_of_a_checkpoint(split, tiny):
-    of, whole = ModelFiles(split.distilled).of, ModelFiles(tiny.checkpoint)
+def test_the_parts_have_the_config_and_the_tensors_of_a_whole_checkpoint(split, tiny):
+    files, whole = ModelFiles(split.distilled), ModelFiles(tiny.checkpoint)
+    assert {*whole.config} == {*files.config}
     for section in ("vae", "audio_vae", "vocoder"):
-        prefix, part = f"{section}.", of(section)
-        expected = {name for name in whole.checkpoint.shapes if name.startswith(prefix)}
-        assert {name for name in part.shapes if name.startswith(prefix)} == expected
+        assert files.config[section] == whole.config[section]
+        names = [{n for n in x if n.startswith(f"{section}.")} for x in (files.of(section).shapes, whole.of("").shapes)]
+        assert names[0] == names[1]
     name = "vae.decoder.conv_in.conv.weight"
-    stored = load_file(split.video_vae)[name.removeprefix("vae.")]
-    assert torch.equal(of("vae").read(name), stored)
+    assert torch.equal(files.of("vae").read(name), load_file(split.video_vae)[name.removeprefix("vae.")])
+    opened = workspace(split.distilled)
+    for model in ("dit", "gemma3", "vae"):
+        for need in opened.weight_sets(model):
+            assert build.weight_bytes(opened, need) > 0  # UserError unless the tensors are the model's
 
 
 def test_both_video_vaes_encode_and_both_decoders_have_all_their_tensors(split):
@@ -131,32 +121,6 @@ def test_both_video_vaes_encode_and_both_decoders_have_all_their_tensors(split):
         host.check(["video_decoder", "video_statistics", "audio_decoder", "vocoder"])
         encoded.append(host.encode_image(pixels))
     assert torch.equal(*encoded)  # both files have the same encoder
-
-
-def test_the_file_of_a_text_encoder_has_config_and_tokenizer_apart_from_its_weights(split):
-    file = TextEncoderFile(split.text_encoder, "")
-    assert file.gemma_config["text_config"]["num_hidden_layers"] == 4
-    assert {"tokenizer.json", "tokenizer_config.json"} <= {*file.assets}
-    assert json.loads(file.asset("tokenizer.json"))["model"]["type"] == "BPE"
-    assert not any("tokenizer" in name for name in file.shapes)
-
-
-def test_the_released_repository_has_a_file_of_every_kind():
-    kinds = {"distilled", "dev", "gemma", "video_vae", "audio_vae", "lora"}
-    kinds |= {"spatial", "temporal", "duration_head"}
-    assert RELEASE_FILES["Lightricks/LTX-2.5"].keys() == kinds
-
-
-def test_the_tiny_files_have_the_weights_of_every_model_of_the_ranks(split):
-    opened = workspace(split.distilled)
-    for model in ("dit", "gemma3", "vae"):
-        for need in opened.weight_sets(model):
-            # UserError unless the tensors are the model's
-            assert build.weight_bytes(opened, need) > 0
-    names = {*opened.source("dit").names}
-    assert "keyframes_abs_pos_embedding" in names
-    assert "transformer_blocks.0.audio_ff.net.2.bias" in names
-    assert "transformer_blocks.0.ff.net.2.bias" not in names
 
 
 # --- mixtures -------------------------------------------------------------------------------------
@@ -172,17 +136,12 @@ def test_a_text_encoder_of_another_release_is_refused(split, tiny, tmp_path):
     message = refused(lambda: workspace(path, split.text_encoder).gemma)
     assert "gemma4-12b-ltx-v1" in message and "trained with other" in message
     assert "got the video VAE" in refused(lambda: workspace(split.dev, split.video_vae).gemma)
-
-
-def test_a_gemma_4_folder_is_refused_with_an_ltx_2_3_checkpoint(split, tiny, tmp_path):
     folder = shutil.copytree(tiny.gemma_root, tmp_path / "gemma")
-    content = TextEncoderFile(split.text_encoder, "").gemma_config
-    (folder / "config.json").write_text(json.dumps(content))
-    message = refused(lambda: workspace(tiny.checkpoint, folder).gemma)
-    assert "another Gemma than that of LTX-2.3" in message
+    (folder / "config.json").write_text(json.dumps(TextEncoderFile(split.text_encoder, "").gemma_config))
+    assert "another Gemma than that of LTX-2.3" in refused(lambda: workspace(tiny.checkpoint, folder).gemma)
 
 
-def test_parts_of_another_kind_or_release_are_refused(split, tiny, tmp_path):
+def test_parts_of_another_kind_or_release_are_refused_by_metadata_or_name(split, tiny, tmp_path):
     def vae(path: Path) -> str:
         return refused(lambda: workspace(split.distilled, video_vae_path=path).video_decoder)
 
@@ -191,52 +150,118 @@ def test_parts_of_another_kind_or_release_are_refused(split, tiny, tmp_path):
     assert "is of LTX 2.3.0, but the checkpoint is of LTX-2.5" in vae(older)
     message = refused(lambda: workspace(tiny.checkpoint, video_vae_path=split.video_vae))
     assert "has its own video VAE; leave --video-vae-path out" in message
-    lora = changed(split.lora, tmp_path / "lora.safetensors", model_version="2.3.0")
-    wide = {name: torch.zeros(4, 4).bfloat16() for name in load_file(lora)}
-    save_file(wide, tmp_path / "wide.safetensors", {"model_version": "2.3.0"})
-    unfit = Lora(tmp_path / "wide.safetensors")
-    message = refused(lambda: workspace(split.dev).source("dit", (unfit,)))
-    assert message.startswith(f"--lora {unfit.path} is of LTX 2.3.0, but the checkpoint is of")
-    (note,) = workspace(split.dev).source("dit", (Lora(lora),)).notes
-    assert note.startswith(f"--lora {lora} is of LTX-2.3, the model of LTX-2.5: it is merged")
-
-
-def test_a_file_without_a_version_is_of_the_release_in_its_name(split, tiny, tmp_path):
-    lora = tmp_path / "ltx-2.3-22b-distilled-lora-384.safetensors"
-    save_file(load_file(split.lora), lora)
-    (note,) = workspace(split.dev).source("dit", (Lora(lora),)).notes
-    assert "is of LTX-2.3, the model of LTX-2.5: it is merged, as all its layers fit" in note
-    unnamed = tiny.spatial_upsampler
-    older = shutil.copy(unnamed, tmp_path / "ltx-2.3-spatial-upscaler-x2-1.0.safetensors")
+    named = shutil.copy(tiny.spatial_upsampler, tmp_path / "ltx-2.3-spatial-upscaler-x2-1.0.safetensors")
     release = workspace(split.distilled).checkpoint.release
-    message = refused(lambda: upsampler_spec("spatial", older, torch.float32, release))
+    message = refused(lambda: upsampler_spec("spatial", named, torch.float32, release))
     assert "is of LTX 2.3 by its name" in message and "rename it" in message
-    upsampler_spec("spatial", unnamed, torch.float32, release)
+    upsampler_spec("spatial", tiny.spatial_upsampler, torch.float32, release)
+
+
+def test_a_lora_of_another_release_is_merged_with_a_note_if_its_layers_fit(split, tmp_path):
+    lora = changed(split.lora, tmp_path / "lora.safetensors", model_version="2.3.0")
+    named = tmp_path / "ltx-2.3-22b-distilled-lora-384.safetensors"
+    save_file(load_file(split.lora), named)
+    for path in (lora, named):
+        (note,) = workspace(split.dev).source("dit", (Lora(path),)).notes
+        assert note.startswith(f"--lora {path} is of LTX-2.3, the model of LTX-2.5: it is merged, as all its layers")
+    save_file({name: torch.zeros(4, 4).bfloat16() for name in load_file(lora)}, lora, {"model_version": "2.3.0"})
+    message = refused(lambda: workspace(split.dev).source("dit", (Lora(lora),)))
+    assert message.startswith(f"--lora {lora} is of LTX 2.3.0, but the checkpoint is of")
 
 
 def test_a_missing_part_names_its_flag_and_the_folder(split, tmp_path):
-    transformer = alone(split, tmp_path)
-    for kind, flag in (
-        ("gemma", "--gemma-root FILE"),
-        ("video_vae", "--video-vae-path FILE"),
-        ("audio_vae", "--audio-vae-path FILE"),
-    ):
-        message = refused(lambda kind=kind: ModelFiles(transformer).path(kind))
-        assert "transformer of LTX-2.5 alone" in message and flag in message
-        assert RELEASE_FILES["Lightricks/LTX-2.5"][kind] in message
+    alone = Path(shutil.copy(split.distilled, tmp_path / "transformer.safetensors"))
+    flags = {"gemma": "--gemma-root FILE", "video_vae": "--video-vae-path FILE", "audio_vae": "--audio-vae-path FILE"}
+    for kind, flag in flags.items():
+        message = refused(lambda kind=kind: ModelFiles(alone).path(kind))
+        assert "transformer of LTX-2.5 alone" in message and flag in message and RELEASED[kind] in message
 
 
-def test_generated_keyframes_need_a_model_that_has_an_embedding_for_them(split, tiny):
-    job = make_job("rain", Size(64, 64, 9), num_generated_keyframes=2)
+def test_what_a_release_cannot_do_is_refused_for_its_model_alone(split, tiny):
+    keyframes = make_job("rain", JOB.size, num_generated_keyframes=2)
     with pytest.raises(FieldError, match="the model of .* LTX 2.3.0, generates no keyframes"):
-        workspace(tiny.checkpoint).resolved(job)
-    workspace(split.distilled).resolved(job)
+        workspace(tiny.checkpoint).resolved(keyframes)
+    opened = workspace(split.distilled)
+    opened.resolved(keyframes)
+
+    def check(compat: str) -> None:
+        preflight = Engine(opened, Recorder(), RunOptions(compat=compat)).preflight
+        preflight.check_inputs([opened.resolved(JOB)])
+
+    check("ltx-pipelines-1.2.0")
+    for compat in ("ltx-core-1.0.0", "ltx-core-1.0.0-conditioning"):
+        with pytest.raises(FieldError, match=f"--compat {compat}: that release does not run LTX-2.5"):
+            check(compat)
 
 
-@pytest.mark.parametrize("compat", ["ltx-core-1.0.0", "ltx-core-1.0.0-conditioning"])
-def test_numerics_of_a_release_that_did_not_run_ltx_2_5_are_refused_by_name(split, compat):
-    job, opened = make_job("rain", Size(64, 64, 9)), workspace(split.distilled)
-    preflight = Engine(opened, Recorder(), RunOptions(compat=compat)).preflight
-    with pytest.raises(FieldError, match=f"--compat {compat}: that release does not run LTX-2.5"):
-        preflight.check_inputs([job])
-    Engine(opened, Recorder(), RunOptions(compat="ltx-pipelines-1.2.0")).preflight.check_inputs([opened.resolved(job)])
+# --- the text encoder -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tokenizer(split):
+    return embedded_tokenizer(TextEncoderFile(split.text_encoder, ""))
+
+
+def test_the_file_of_a_text_encoder_has_config_and_tokenizer_apart_from_its_weights(split):
+    file = TextEncoderFile(split.text_encoder, "")
+    assert file.gemma_config["text_config"]["num_hidden_layers"] == 4
+    assert {"tokenizer.json", "tokenizer_config.json"} <= {*file.assets}
+    assert json.loads(file.asset("tokenizer.json"))["model"]["type"] == "BPE"
+    assert not any("tokenizer" in name for name in file.shapes)
+
+
+def test_released_configs_have_their_digests_and_other_settings_are_refused_by_name():
+    config = read_config(gemma_4_config(GEMMA_4_SIZES), Path("text"))
+    assert replace(config, replaced_tokens=GEMMA_4_12B.replaced_tokens) == GEMMA_4_12B
+    assert GEMMA_3_12B.digest == "1e0d06ee5cfc" != GEMMA_4_12B.digest  # as before Gemma 4
+    values = {"enable_moe_block": True, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 256}
+    values |= {"use_double_wide_mlp": True, "use_bidirectional_attention": "all", "sliding_window": 512}
+    for name, value in (values | {"global_head_dim": 0.5}).items():
+        content = gemma_4_config(TinySizes())
+        content["text_config"][name] = value
+        with pytest.raises(UserError, match=rf"{name}.* '?{value}"):
+            read_config(content, Path("text.safetensors"))
+    with pytest.raises(UserError, match=r"model_type is 'llama', wanted 'gemma3' or 'gemma4_unif"):
+        read_config({"model_type": "llama", "text_config": {}}, Path("text"))
+    content = gemma_4_config(TinySizes())
+    content["text_config"]["attention_k_eq_v"] = False  # full layers may have values of their own
+    sizes = read_config(content, Path("text")).attention(full=True)
+    assert sizes == (16, TinySizes().gemma_kv_heads, False)
+
+
+def test_a_prompt_begins_with_one_bos_has_no_eos_and_is_cut_at_its_end(tokenizer, tiny):
+    """Gemma 3's tokenizer adds BOS itself, Gemma 4's does not."""
+    theirs = load_tokenizer(tiny.gemma_root)
+    assert tokenizer(PROMPT).input_ids[0] != tokenizer.bos_token_id
+    assert theirs(PROMPT).input_ids[0] == theirs.bos_token_id
+    for one in (tokenizer, theirs):
+        ids = tokenize(one, f"  {PROMPT}\n")
+        assert ids == tokenize(one, PROMPT) and one.decode(ids[1:]) == PROMPT
+        assert ids[0] == one.bos_token_id and one.bos_token_id not in ids[1:] and one.eos_token_id not in ids
+    assert tokenize(tokenizer, f"<bos>{PROMPT}") == tokenize(tokenizer, PROMPT)
+    ids = tokenize(tokenizer, f"{PROMPT} . " * 200)
+    assert len(ids) == TEXT_TOKENS and ids[0] == tokenizer.bos_token_id
+
+
+@pytest.mark.parametrize("name", ["tokenizer_json", "hf_asset__tokenizer_config.json"])
+def test_a_broken_tokenizer_is_refused(split, tmp_path, name):
+    tensors = load_file(split.text_encoder)
+    tensors[name] = tensors[name][: len(tensors[name]) // 2]
+    save(tmp_path / "broken.safetensors", tensors, TextEncoderFile(split.text_encoder, "").metadata)
+    with pytest.raises(UserError, match="the tokenizer in .*broken.safetensors cannot be loaded"):
+        embedded_tokenizer(TextEncoderFile(tmp_path / "broken.safetensors", ""))
+
+
+def test_files_with_the_names_of_transformers_and_of_comfyui_give_equal_weights(split, tmp_path):
+    def nested(name: str) -> str:
+        if name.startswith("model."):
+            return name.replace("model.", "model.language_model.", 1)
+        return name.replace("vision_model.", "model.vision_embedder.")
+
+    renamed = {nested(name): tensor for name, tensor in load_file(split.text_encoder).items()}
+    save(tmp_path / "nested.safetensors", renamed, TextEncoderFile(split.text_encoder, "").metadata)
+    paths = split.text_encoder, tmp_path / "nested.safetensors"
+    flat, other = (Source(SHARDED_MODELS["gemma3"], [TextEncoderFile(path, "")]) for path in paths)
+    assert {"layers.0.layer_scalar", "video_aggregate_embed.bias", "norm.weight"} < set(flat.names)
+    assert set(flat.names) == set(other.names)
+    assert all(torch.equal(flat.tensor(name), other.tensor(name)) for name in flat.names)

@@ -2,30 +2,38 @@
 
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import made_config
+from helpers import Together, block_summands, fp32_bound, made_config, one_thread, randn, rel  # noqa: F401
 from safetensors.torch import load_file, save_file
-from tiny import TinySizes
+from tiny import TinySizes, make_tiny
 from tiny.config import released_config
 from tiny.gemma import gemma_config as tiny_gemma_config
+from tiny.gemma import write_gemma4_file
+from torch.func import functional_call
 
-from ltx_neuron.config.gemma import gemma_config
+from ltx_neuron.backends.export import fake_process_group
+from ltx_neuron.config.gemma import gemma_config, read_config
 from ltx_neuron.config.transformer import Bucket, transformer_config
 from ltx_neuron.errors import UserError
-from ltx_neuron.models.gemma3 import layers_first
+from ltx_neuron.models.gemma3 import Gemma3Encoder, layers_first
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import connector_program, dit_program, gemma3_program
+from ltx_neuron.plan import text_weights
+from ltx_neuron.text.inputs import encoder_inputs
 from ltx_neuron.weights.checkpoint import Checkpoint, Source, gemma_files
+from ltx_neuron.weights.model_files import TextEncoderFile
 from ltx_neuron.weights.rankfiles import HOST_FILE, rank_file
 from ltx_neuron.weights.sharder import TensorLayout, shard_specs, shard_weights
 from ltx_neuron.weights.sharding import ALL, COL, HOST, ROW, SHARDED_MODELS, local_shape, rename, rule
 from ltx_neuron.weights.tensorfile import TensorFile
 
 TP = 4
+DIT = SHARDED_MODELS["dit"]
 DIT_TENSORS, CONNECTOR_TENSORS = 4186, 258  # of the released checkpoint
 
 
@@ -77,16 +85,6 @@ def layouts(tiny):
     }
 
 
-@pytest.fixture(scope="module", params=["dit", "gemma3"])
-def sharded(request, sources, layouts, tmp_path_factory):
-    """One model cut into four in fp32, which keeps every bit of bf16 and of fp32 sources."""
-    model, folder = request.param, tmp_path_factory.mktemp(request.param)
-    shard_weights(
-        sources[model], folder, {"tp": TP}, TP, torch.float32, shard_specs(sources[model], TP, layouts[model])
-    )
-    return SimpleNamespace(model=model, folder=folder, source=sources[model], layouts=layouts[model])
-
-
 def test_every_tensor_has_exactly_one_row_and_every_row_a_tensor(sources):
     shapes = released_shapes()
     assert {model: len(names) for model, names in shapes.items()} == {"dit": DIT_TENSORS, "gemma3": CONNECTOR_TENSORS}
@@ -102,96 +100,70 @@ def test_every_dimension_that_a_row_splits_can_be_split_in_the_released_model():
     for model, shapes in released_shapes().items():
         for name, shape in shapes.items():
             split = rule(SHARDED_MODELS[model], name)
-            for tp in (4, 8, 16, 32):
+            for tp in (4, 32):
                 local = local_shape(shape, split, tp, name)
                 assert torch.Size(local).numel() * (tp if split in (COL, ROW) else 1) == torch.Size(shape).numel()
 
 
-@pytest.mark.parametrize(
-    ("name", "split"),
-    [
-        ("transformer_blocks.47.attn1.to_q.weight", COL),
-        ("transformer_blocks.0.audio_to_video_attn.to_gate_logits.bias", COL),
-        ("transformer_blocks.3.attn2.k_norm.weight", COL),
-        ("transformer_blocks.3.attn2.to_out.0.weight", ROW),
-        ("transformer_blocks.3.attn2.to_out.0.bias", ALL),
-        ("transformer_blocks.3.audio_ff.net.2.weight", ROW),
-        ("transformer_blocks.3.audio_ff.net.2.bias", ALL),
-        ("transformer_blocks.3.prompt_scale_shift_table", ALL),
-        ("proj_out.weight", ALL),
-        ("av_ca_a2v_gate_adaln_single.linear.weight", HOST),
-        ("audio_prompt_adaln_single.emb.timestep_embedder.linear_1.bias", HOST),
-    ],
-)
-def test_a_tensor_is_split_as_the_computation_wants_it(name, split):
-    assert name in released_shapes()["dit"]
-    assert rule(SHARDED_MODELS["dit"], name) == split
+SPLITS = {
+    "transformer_blocks.47.attn1.to_q.weight": COL,
+    "transformer_blocks.0.audio_to_video_attn.to_gate_logits.bias": COL,
+    "transformer_blocks.3.attn2.k_norm.weight": COL,
+    "transformer_blocks.3.attn2.to_out.0.weight": ROW,
+    "transformer_blocks.3.attn2.to_out.0.bias": ALL,
+    "transformer_blocks.3.audio_ff.net.2.weight": ROW,
+    "transformer_blocks.3.audio_ff.net.2.bias": ALL,
+    "transformer_blocks.3.prompt_scale_shift_table": ALL,
+    "proj_out.weight": ALL,
+    "av_ca_a2v_gate_adaln_single.linear.weight": HOST,
+    "audio_prompt_adaln_single.emb.timestep_embedder.linear_1.bias": HOST,
+}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "transformer_blocks.0.attn3.to_q.weight",
-        "transformer_blocks.0.attn1.to_q.weight_scale",
-        "keyframes_rel_pos_embedding",
-    ],
-)
-def test_a_tensor_that_nobody_knows_stops_the_sharder(name, tmp_path):
-    with pytest.raises(UserError, match=f"(?s){re.escape(name)}.*0 rows of the dit"):
-        rule(SHARDED_MODELS["dit"], name)
-    path = tmp_path / "one.safetensors"
-    save_file({f"model.diffusion_model.{name}": torch.ones(4, 4)}, path)
-    source = Source(SHARDED_MODELS["dit"], [TensorFile(path, "")])
-    with pytest.raises(UserError, match=re.escape(name)):
+def test_a_tensor_is_split_as_the_computation_wants_it():
+    assert SPLITS.keys() <= released_shapes()["dit"].keys()
+    assert {name: rule(DIT, name) for name in SPLITS} == SPLITS
+    assert rename(DIT, "text_model.proj.weight") is None  # of another model
+
+
+@pytest.mark.parametrize("name", ["transformer_blocks.0.attn3.to_q.weight", "proj_out.weight_scale", "proj_out.weight"])
+def test_a_tensor_of_no_row_or_of_two_stops_the_sharder(name, tmp_path):
+    model = DIT._replace(table=DIT.table | {r"proj_out\.weight": COL})
+    save_file({f"model.diffusion_model.{name}": torch.ones(4, 4)}, tmp_path / "one.safetensors")
+    source = Source(model, [TensorFile(tmp_path / "one.safetensors", "")])
+    with pytest.raises(
+        UserError, match=rf"{re.escape(name)}' matches {2 if name in released_shapes()['dit'] else 0} rows"
+    ):
         shard_specs(source, 2, {})
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_tensor_that_two_rows_match_stops_the_sharder():
-    model = SHARDED_MODELS["dit"]._replace(table={**SHARDED_MODELS["dit"].table, r"proj_out\.\w+": COL})
-    with pytest.raises(UserError, match="matches 2 rows"):
-        rule(model, "proj_out.weight")
-
-
-def test_a_tensor_of_another_model_is_left_out():
-    assert rename(SHARDED_MODELS["dit"], "text_model.proj.weight") is None
 
 
 def test_a_tensor_found_in_two_files_stops_the_sharder(tmp_path):
-    files = [tmp_path / "one.safetensors", tmp_path / "two.safetensors"]
-    for path in files:
+    paths = [tmp_path / f"{name}.safetensors" for name in ("one", "two")]
+    for path in paths:
         save_file({"language_model.model.norm.weight": torch.ones(4)}, path)
-    with pytest.raises(
-        UserError, match=r"(?s)'norm\.weight' is in two places.*one\.safetensors and .*two\.safetensors"
-    ):
-        Source(SHARDED_MODELS["gemma3"], [TensorFile(path, "") for path in files])
+    with pytest.raises(UserError, match=r"'norm\.weight' is in two places: .*one\.safetensors and .*two\.safetensors"):
+        Source(SHARDED_MODELS["gemma3"], [TensorFile(path, "") for path in paths])
 
 
-def whole_again(name, split, parts, arranged):
-    """A source's tensor from its parts of all ranks. A layout by layer puts out-features second."""
-    if split == ALL:
-        assert all(torch.equal(part, parts[0]) for part in parts)
-        return parts[0]
-    if arranged:
-        layered = torch.cat(parts, dim=1)  # (layers, out, width)
-        return layered.permute(1, 2, 0).flatten(1)
-    return torch.cat(parts, dim=split)
-
-
-def test_the_parts_of_all_ranks_give_back_every_source_tensor_bit_for_bit(sharded):
-    ranks = [load_file(sharded.folder / rank_file(rank)) for rank in range(TP)]
-    host = load_file(sharded.folder / HOST_FILE)
-    rules = {name: sharded.source.split(name) for name in sharded.source.locations}
-    on_ranks = {name for name, split in rules.items() if split != HOST}
-    assert all(set(rank) == on_ranks for rank in ranks)
-    assert set(host) == set(rules) - on_ranks and host
-    for name, split in rules.items():
-        expected = sharded.source.tensor(name).float()
-        if split == HOST:
-            got = host[name]
+@pytest.mark.parametrize("model", ["dit", "gemma3"])
+def test_the_parts_of_all_ranks_give_back_every_source_tensor_bit_for_bit(model, sources, layouts, tmp_path):
+    source, arranged = sources[model], layouts[model]
+    # fp32 keeps every bit of bf16 and of fp32 sources.
+    shard_weights(source, tmp_path, {"tp": TP}, TP, torch.float32, shard_specs(source, TP, arranged))
+    ranks, host = [load_file(tmp_path / rank_file(rank)) for rank in range(TP)], load_file(tmp_path / HOST_FILE)
+    splits = {name: source.split(name) for name in source.locations}
+    assert {*host} == {name for name, split in splits.items() if split == HOST} and host
+    assert all({*rank} == {*splits} - {*host} for rank in ranks)
+    for name, split in splits.items():
+        parts = [host[name]] if split == HOST else [rank[name] for rank in ranks]
+        if split in (HOST, ALL):
+            assert all(torch.equal(part, parts[0]) for part in parts)
+            whole = parts[0]
+        elif name in arranged:  # (layers, out, width)
+            whole = torch.cat(parts, dim=1).permute(1, 2, 0).flatten(1)
         else:
-            got = whole_again(name, split, [rank[name] for rank in ranks], name in sharded.layouts)
-        assert torch.equal(got, expected), name
+            whole = torch.cat(parts, dim=split)
+        assert torch.equal(whole, source.tensor(name).float()), name
 
 
 def test_ranks_get_just_the_parameters_of_the_graphs_in_their_shapes(sources, layouts, tiny):
@@ -213,47 +185,103 @@ def test_ranks_get_just_the_parameters_of_the_graphs_in_their_shapes(sources, la
         assert got == expected
 
 
-@pytest.mark.parametrize("tp", [12, 24])
-def test_half_heads_are_refused_though_the_tensors_would_divide(tp, tmp_path):
+def test_degrees_that_cut_a_head_or_a_tensor_are_refused_by_name(tmp_path):
     sizes = TinySizes(gemma_heads=24, gemma_kv_heads=8, gemma_head_dim=384, gemma_hidden=3840)
     (tmp_path / "config.json").write_text(json.dumps(tiny_gemma_config(sizes)))
     gemma = gemma_config(tmp_path)
-    keys = (gemma.num_key_value_heads * gemma.head_dim, gemma.hidden_size)
-    local_shape(keys, COL, tp, "k_proj")  # divides evenly: only the heads say no
-    if tp == 24:  # each rank has one query and one key-value head, which three ranks share
-        gemma.check_tensor_parallel(tp)
-        return
-    message = rf"(?s)degree {tp} does not divide Gemma num_key_value_heads=8.*one of 1, 2, 4, 8, 24$"
-    with pytest.raises(UserError, match=message):
-        gemma.check_tensor_parallel(tp)
-
-
-def test_half_heads_of_the_transformer_are_refused():
+    local_shape((gemma.num_key_value_heads * gemma.head_dim, gemma.hidden_size), COL, 12, "k_proj")  # divides evenly
+    with pytest.raises(UserError, match=r"(?s)degree 12 .*Gemma num_key_value_heads=8.*one of 1, 2, 4, 8, 24$"):
+        gemma.check_tensor_parallel(12)
+    with pytest.raises(UserError, match="degree 16 does not divide Gemma num_attention_heads=24"):
+        gemma.check_tensor_parallel(16)
+    gemma.check_tensor_parallel(24)  # a rank has one query and one key-value head, which three ranks share
     _, config = made_config()
     config.check_tensor_parallel(4)
     for tp in (8, 3, 0):
         with pytest.raises(UserError, match=rf"degree {tp} does not divide num_attention_heads=4"):
             config.check_tensor_parallel(tp)
-
-
-def test_a_tensor_that_does_not_divide_is_refused_by_name():
     with pytest.raises(UserError, match=r"'to_q' of shape \[6, 4\] cannot be split over 4 ranks along dimension 0"):
         local_shape((6, 4), COL, 4, "to_q")
 
 
-def test_a_rank_of_the_released_model_holds_9_gigabytes_of_four():
-    sizes = {}
-    for name, shape in released_shapes()["dit"].items():
-        split = rule(SHARDED_MODELS["dit"], name)
-        if split != HOST:
-            sizes[name] = 2 * torch.Size(local_shape(shape, split, TP, name)).numel()
-    assert round(sum(sizes.values()) / 1e9, 1) == 9.3
-    # By hand: four matrices of two self and text attentions and of one audio-video attention each
-    # way, and a feed-forward of four times the width. The head gates, biases and tables beside them
-    # are three thousandths of a rank.
-    video, audio = 4096, 2048
-    block = (2 * 4 + 8) * (video**2 + audio**2) + 4 * (video + audio) * audio
-    matrices = {n: size for n, size in sizes.items() if re.search(r"blocks.*(_[qkv]|out\.0|proj|net\.2)\.weight", n)}
-    assert sum(matrices.values()) == 2 * 48 * block / TP
-    assert round(sum(matrices.values()) / 1e9, 2) == 9.26
-    assert sum(sizes.values()) - sum(matrices.values()) < 0.005 * sum(sizes.values())
+# --- more ranks than key-value heads ----------------------------------------------------------------
+
+HEADS, KEY_VALUE_HEADS, TOKENS = 8, 2, 12
+DEGREES = (1, 4, 8)  # a rank holds 2 heads, 1 shared by two ranks, 1 shared by four
+# Two layers of a width of 32, whose sums over up to eight ranks have another order
+EQUAL = fp32_bound(*block_summands(32, TOKENS, attentions=1) * 2)
+
+
+@pytest.fixture(scope="module", params=["Gemma 3", "Gemma 4"])
+def model(request, tmp_path_factory):
+    """A text encoder, and its rank files at every degree."""
+    folder = tmp_path_factory.mktemp("shared")
+    heads = {"heads": HEADS, "gemma_heads": HEADS, "gemma_kv_heads": KEY_VALUE_HEADS}
+    sizes = TinySizes(layers=1, connector_layers=1, gemma_layers=2, **heads)
+    assets = make_tiny(folder, sizes)
+    checkpoint = Checkpoint(assets.checkpoint)
+    if request.param == "Gemma 3":
+        gemma, files = gemma_config(assets.gemma_root), gemma_files(assets.gemma_root)
+    else:
+        write_gemma4_file(folder / "text.safetensors", sizes)
+        file = TextEncoderFile(folder / "text.safetensors", "")
+        gemma, files = read_config(file.gemma_config, file.path), [file]
+        for name in [name for name in checkpoint.shapes if name in file.shapes]:
+            del checkpoint.shapes[name]  # the file has the projections
+    config = transformer_config(checkpoint.config)
+    source = Source(SHARDED_MODELS["gemma3"], [checkpoint, *files], config.heads | gemma.heads)
+    layout = TensorLayout(lambda weight: layers_first(weight, gemma.hidden_size), split=1)
+    layouts = {f"{stream}_aggregate_embed.weight": layout for stream in ("video", "audio")}
+    for tp in DEGREES:
+        identity = {"model": "gemma3", "tp": tp, "dtype": "float32"}
+        specs = shard_specs(source, tp, layouts)
+        shard_weights(source, folder / f"tp{tp}", identity, tp, torch.float32, specs)
+    return SimpleNamespace(folder=folder, gemma=gemma, config=config, source=source)
+
+
+def ranks_of(model, tp) -> list[dict]:
+    return [load_file(model.folder / f"tp{tp}" / rank_file(rank)) for rank in range(tp)]
+
+
+def encoded(model, tp):
+    """Features of all ranks side by side, and every rank's hidden states."""
+    comm = Together(tp)
+    inputs = encoder_inputs(randn(1, TOKENS, model.gemma.hidden_size), [TOKENS], model.gemma)
+    with torch.device("meta"):
+        encoders = [Gemma3Encoder(model.gemma, model.config, tp, comm, states=True) for _ in range(tp)]
+
+    def run(encoder, weights):
+        mine = {name: weights[name] for name, _ in encoder.named_parameters()}
+        with torch.no_grad():
+            return functional_call(encoder, mine, (inputs,), strict=True)
+
+    with ThreadPoolExecutor(tp) as pool:
+        outputs = list(pool.map(run, encoders, ranks_of(model, tp)))
+    features = torch.cat([out["video_features"] for out in outputs], -1)
+    return features, [out["hidden_states"] for out in outputs]
+
+
+def test_the_encoder_gives_the_same_at_every_degree(model):
+    alone, (alone_states,) = encoded(model, 1)
+    for tp in DEGREES[1:]:
+        features, states = encoded(model, tp)
+        assert rel(features, alone) < EQUAL, tp
+        assert all(rel(mine, alone_states) < EQUAL for mine in states), tp
+
+
+def test_each_rank_holds_the_key_value_heads_of_its_queries_and_a_plan_counts_every_copy(model):
+    for tp in DEGREES:
+        ranks = ranks_of(model, tp)
+        for layer in (0, 1):  # the second one attends to all tokens
+            size = model.gemma.attention(full=layer == 1)
+            for kind in "k" if size.keys_are_values else "kv":
+                name = f"layers.{layer}.self_attn.{kind}_proj.weight"
+                heads = model.source.tensor(name).float().split(size.head_dim)
+                assert len(heads) == size.key_value_heads
+                for rank, weights in enumerate(ranks):
+                    queries = range(rank * HEADS // tp, (rank + 1) * HEADS // tp)
+                    own = sorted({query * len(heads) // HEADS for query in queries})
+                    assert torch.equal(weights[name], torch.cat([heads[head] for head in own])), (tp, name)
+        with fake_process_group(tp):
+            planned = sum(text_weights(model.gemma, model.config, tp).values())
+        assert [sum(tensor.numel() for tensor in weights.values()) for weights in ranks] == [planned] * tp

@@ -43,11 +43,15 @@ def stored(request, tmp_path):
     return Source(SHARDED_MODELS["gemma3"], [TensorFile(path, "made here")]), tensors
 
 
+def layers_of(source: Source, dtype: torch.dtype) -> StreamedLayers:
+    with torch.device("meta"):
+        return StreamedLayers([Layer() for _ in range(LAYERS)], "layers.", MappedWeights(source, dtype))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["in bf16", "in fp32"])
 def test_each_layer_has_its_own_weights_when_it_is_its_turn_and_none_afterwards(stored, dtype):
     source, tensors = stored
-    with torch.device("meta"):
-        layers = StreamedLayers([Layer() for _ in range(LAYERS)], "layers.", MappedWeights(source, dtype))
+    layers = layers_of(source, dtype)
     for _ in range(2):  # a second prompt finds all as the first one did
         for index, layer in enumerate(layers):
             for name, value in layer.state_dict().items():
@@ -59,35 +63,27 @@ def test_each_layer_has_its_own_weights_when_it_is_its_turn_and_none_afterwards(
 
 def test_weights_are_the_files_own_pages_and_mapped_once(stored):
     source, tensors = stored
-    dtype = next(iter(tensors.values())).dtype  # nothing is cast
-    with torch.device("meta"):
-        layers = StreamedLayers([Layer() for _ in range(LAYERS)], "layers.", MappedWeights(source, dtype))
+    layers = layers_of(source, next(iter(tensors.values())).dtype)  # nothing is cast
     places = [[value.data_ptr() for layer in layers for value in layer.state_dict().values()] for _ in range(2)]
     assert places[0] == places[1] and len(set(places[0])) == len(tensors)
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    ours = [line.split()[0] for line in maps if line.endswith("/model.safetensors")]
-    spans = [tuple(int(end, 16) for end in span.split("-")) for span in ours]
-    assert all(any(start <= place < stop for start, stop in spans) for place in places[0])
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    ours = [words[0].split("-") for words in maps if words[-1].endswith("/model.safetensors")]
+    assert all(any(int(start, 16) <= place < int(stop, 16) for start, stop in ours) for place in places[0])
 
 
-def test_the_next_layer_is_announced_to_the_system_before_it_is_its_turn(stored):
+def test_the_next_layer_is_announced_to_the_system_before_it_is_its_turn(stored, monkeypatch):
     source, _ = stored
-    with torch.device("meta"):
-        layers = StreamedLayers([Layer() for _ in range(LAYERS)], "layers.", MappedWeights(source, torch.float32))
-    announced, original = [], source.prefetch
-    source.prefetch = lambda name: (announced.append(name), original(name))
+    layers, announced, prefetch = layers_of(source, torch.float32), [], source.prefetch
+    monkeypatch.setattr(source, "prefetch", lambda name: (announced.append(name), prefetch(name)))
     for index, _ in enumerate(layers):
         assert {name.split(".")[1] for name in announced} == {str(i) for i in range(1, min(index + 2, LAYERS))}
-    first = list(announced)
-    for _ in layers:
-        pass
-    assert announced == first  # what is mapped needs no announcement
+    count = len(announced)
+    assert [*layers] and len(announced) == count  # what is mapped needs no announcement
 
 
 def test_a_source_without_a_layers_weights_is_refused(stored):
-    source, _ = stored
     with pytest.raises(UserError, match="layers.3.mlp.down_proj.weight"):
-        MappedWeights(source, torch.float32).fill(Layer(), f"layers.{LAYERS}.")
+        MappedWeights(stored[0], torch.float32).fill(Layer(), f"layers.{LAYERS}.")
 
 
 @pytest.mark.parametrize("library", [BLAS, ONEDNN])

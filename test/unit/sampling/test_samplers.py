@@ -1,0 +1,286 @@
+"""The samplers are ltx-pipelines' own loops, bit for bit, with a predictor made up for it; which stage has which."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import BF16_ROUNDING, FP32_ROUNDING, STREAMS, one_thread, randn, rel  # noqa: F401
+from jobs import make_job, replace
+
+from ltx_neuron.backends.ranks import NotFiniteError
+from ltx_neuron.config.transformer import Bucket
+from ltx_neuron.denoise import CompiledStep, StageRun
+from ltx_neuron.errors import RunError
+from ltx_neuron.job import Size, Stage
+from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
+from ltx_neuron.sampling.samplers import (
+    GradientEstimation,
+    Res2s,
+    Stream,
+    ancestral_coefficients,
+    ancestral_steps,
+    evaluation_pairs,
+)
+from ltx_neuron.sampling.schedules import DISTILLED_MAX_STEPS, DISTILLED_SIGMAS, STAGE_2_SIGMAS, ltx2_schedule
+from ltx_neuron.sampling.shapes import GUIDED_MAX_STEPS
+
+TOKENS = {"video": 12, "audio": 7}
+GUIDED = ltx2_schedule(5, tokens=18)
+SCHEDULES = {"stage 1": GUIDED, "15 steps": ltx2_schedule(15), "stage 2": STAGE_2_SIGMAS}
+FREE = {stream: torch.ones(count, 1) for stream, count in TOKENS.items()}
+HELD = {"video": torch.linspace(0, 1, 12)[:, None], "audio": torch.tensor([0.0, 0.0, 0.4, 1.0, 1.0, 0.9, 1.0])[:, None]}
+SHOWS = 1e-3  # what a wrong formula changes at least
+
+
+def predicted(video, audio, sigma):
+    """A made-up model of both streams, in their dtype: each is moved by the other and by sigma."""
+    means = video.float().mean(), audio.float().mean()
+    return tuple(
+        (torch.tanh(x.float() * (1.2 - sigma) + other) * 0.8 + sigma * 0.1).to(x.dtype)
+        for x, other in zip((video, audio), reversed(means), strict=True)
+    )
+
+
+def starts(dtype):
+    """Latents and clean latents of both streams."""
+    return {
+        stream: [randn(1, count, 8, seed=seed + count).to(dtype) for seed in (1, 2)] for stream, count in TOKENS.items()
+    }
+
+
+def ours(sampler_of, schedule, masks, dtype, sigmas):
+    """Both latents at the end. sigmas: of each evaluation."""
+    streams = [Stream(*starts(dtype)[stream], masks[stream]) for stream in STREAMS]
+    sampler = sampler_of(schedule, *streams)
+
+    def predict(video, audio, evaluation):
+        assert video.dtype == audio.dtype == dtype
+        x0 = predicted(video, audio, sigmas[evaluation].item())
+        return tuple(stream.held(x) for stream, x in zip(streams, x0, strict=True))
+
+    for number in range(len(schedule) - 1):
+        sampler.step(number, predict)
+    return [stream.latent for stream in sampler.streams]
+
+
+def theirs(loop, stepper, schedule, masks, dtype, **options):
+    """The same of a loop of ltx-pipelines, with the sigmas it calls the model with, in float64, and the steps."""
+    from ltx_core.types import LatentState
+
+    seen, steps = [], []
+
+    def denoise(video_state, audio_state, sigmas, step_index):
+        seen.append(sigmas[step_index].item())
+        steps.append(step_index)
+        return predicted(video_state.latent, audio_state.latent, seen[-1])
+
+    states = [
+        LatentState(latent=latent, clean_latent=clean, denoise_mask=masks[stream][None], positions=None)
+        for stream, (latent, clean) in starts(dtype).items()
+    ]
+    states = loop(torch.tensor(schedule), *states, stepper, denoise, **options)
+    return [state.latent for state in states], torch.tensor(seen, dtype=torch.float64), steps
+
+
+def res_2s(schedule, masks, dtype):
+    from ltx_core.components.diffusion_steps import Res2sDiffusionStep
+    from ltx_pipelines.utils.samplers import res2s_audio_video_denoising_loop as loop
+
+    return theirs(loop, Res2sDiffusionStep(), schedule, masks, dtype, model_dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("masks", [FREE, HELD], ids=["nothing held", "held in part"])
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+def test_res_2s_is_that_of_ltx_pipelines_bit_for_bit(schedule, masks, dtype):
+    wanted, sigmas, steps = res_2s(schedule, masks, dtype)
+    for got, want in zip(ours(Res2s, schedule, masks, dtype, sigmas), wanted, strict=True):
+        assert got.dtype == want.dtype == dtype and torch.equal(got, want), rel(got, want)
+    # The rows of a stage are the sigmas that the model is called with.
+    rows, count = evaluation_pairs(schedule, 64), 2 * (len(schedule) - 1) + 1
+    assert len(sigmas) == count and rows.shape == (64, 2) and rows.dtype == torch.float32
+    assert torch.equal(rows[:count, 0], sigmas.float()) and not rows[:, 1].any()
+    assert torch.equal(rows[count:], rows[-1:].expand(64 - count, 2))
+    assert steps == list(Stage("s", 64, 64, schedule, sampler="res_2s").evaluations)
+    if dtype == torch.float32:  # rounding a substep's sigma is seen in the last digits alone
+        rounded = ours(Res2s, schedule, masks, dtype, rows[:, 0])
+        assert max(map(rel, rounded, wanted)) < 4 * FP32_ROUNDING
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradient_estimation_is_that_of_ltx_pipelines_bit_for_bit(dtype):
+    from ltx_core.components.diffusion_steps import EulerDiffusionStep
+    from ltx_pipelines.utils.samplers import gradient_estimating_euler_denoising_loop as loop
+
+    schedule = ltx2_schedule(6, 4096)
+    wanted, sigmas, _ = theirs(loop, EulerDiffusionStep(), schedule, HELD, dtype)
+    got = ours(GradientEstimation, schedule, HELD, dtype, sigmas)
+    assert all(map(torch.equal, got, wanted))
+    assert torch.equal(got[0][:, 0], starts(dtype)["video"][1][:, 0])  # held
+
+
+def test_an_ancestral_step_keeps_the_variance_of_a_rectified_flow():
+    """The formula in double precision: sigma_down = end ** 2 / sigma, and noise from there up to the end, with the
+    signal scaled by the quotient of both alphas."""
+    rows = ancestral_coefficients(DISTILLED_SIGMAS, (False, True))
+    for row, sigma, end in zip(rows, DISTILLED_SIGMAS, DISTILLED_SIGMAS[1:], strict=False):
+        down = end**2 / sigma
+        signal = (1 - end) / (1 - down)
+        noise = max(end**2 - (down * signal) ** 2, 0) ** 0.5
+        wanted = torch.tensor([down / sigma, 1 - down / sigma, signal, noise, float(end > 0)])
+        torch.testing.assert_close(row[0], wanted, rtol=2e-5, atol=1e-6)
+    assert rows[-1, 0].tolist() == [0, 1, 1, 0, 0]  # the prediction
+    assert {tuple(row) for row in rows[:, 1].tolist()} == {(1, 0, 1, 0, 0)}  # a frozen stream stays
+
+
+@pytest.mark.parametrize("seed", [-5, 2**64 - 1])
+def test_every_seed_has_ancestral_noise(seed):
+    empty = [torch.zeros(1, 16, 4)] * 2
+    noise, _, _ = next(ancestral_steps((1.0, 0.5, 0.0), empty, (False, False), seed))
+    wanted = torch.Generator().manual_seed(seed % 2**64)
+    assert torch.equal(noise, torch.randn(1, 16, 4, generator=wanted))
+
+
+# --- res_2s over ranks ----------------------------------------------------------------------------
+
+
+class Ranks:
+    """Stands for the ranks: each evaluation is the made-up model's, as the graphs leave it."""
+
+    def __init__(self, stage):
+        self.rows = evaluation_pairs(stage.sigmas, stage.max_steps)[:, 0].tolist()
+        self.stage, self.tensors, self.seen, self.digests = stage, {}, [], ["a", "a"]
+        self.streams = {s: Stream(*starts(torch.float32)[s], HELD[s]) for s in STREAMS}
+
+    def put(self, _name, _like=None, **tensors):
+        self.tensors |= tensors
+
+    def get(self, _, name):
+        return self.tensors[name]
+
+    def hashes(self, *names):
+        assert names == ("video_latent", "audio_latent")
+        return self.digests
+
+    def run(self, _, sequence, step):
+        self.seen.append((sequence, step))
+        latents = [self.tensors[f"{stream}_latent"] for stream in STREAMS]
+        x0 = predicted(*latents, self.rows[step])
+        if self.stage.guided:
+            self.tensors |= {f"guided_{s}": x for s, x in zip(STREAMS, x0, strict=True)}
+        held = [self.streams[s].held(x) for s, x in zip(STREAMS, x0, strict=True)]
+        # Without the Euler step's rounding: whether more is wrong shows bit for bit.
+        self.tensors |= {f"{s}_latent": x for s, x in zip(STREAMS, held, strict=True)}
+        return 10.0
+
+
+STAGE_1 = Stage("stage_1", 64, 64, GUIDED, guided=True, sampler="res_2s")
+STAGE_2 = Stage("stage_2", 64, 64, STAGE_2_SIGMAS, sampler="res_2s")
+
+
+def stage_run(stage) -> StageRun:
+    """A started stage on those ranks."""
+    bucket = Bucket(12, 7, 4, stage.max_steps, stage.guided)
+    manifest = SimpleNamespace(fields={"video_latent", "audio_latent"})
+    run = StageRun(Ranks(stage), CompiledStep(bucket, manifest), None, torch.float32, None, None)
+    run.stage, run.sequence = stage, ["guided" if stage.guided else "main"] * 64
+    (run.video, video), (run.audio, audio) = starts(torch.float32).values()
+    clean = zip((video, audio), HELD.values(), strict=True)
+    run.states = [SimpleNamespace(clean_latent=latent, denoise_mask=mask) for latent, mask in clean]
+    run.start()
+    return run
+
+
+@pytest.mark.parametrize("stage", [STAGE_1, STAGE_2], ids=lambda stage: stage.name)
+def test_a_stage_on_ranks_ends_where_ltx_pipelines_does_also_after_a_warm_up(stage):
+    """Held tokens are put back once: the guided graphs leave that to the host, the plain ones not; and noise is
+    that of a stage's beginning, whatever ran before."""
+    run = stage_run(stage)
+    run.step(0)
+    run.start()
+    run.ranks.seen.clear()
+    times = [run.step(number) for number in range(stage.steps)]
+    assert times == [20.0] * (stage.steps - 1) + [30.0]
+    assert [row for _, row in run.ranks.seen] == list(range(2 * stage.steps + 1))
+    rows = evaluation_pairs(stage.sigmas, 64)[:, 0]
+    wanted = ours(Res2s, stage.sigmas, HELD, torch.float32, rows)
+    assert all(torch.equal(stream.latent, want) for stream, want in zip(run.sampler.streams, wanted, strict=True))
+
+
+def test_ranks_that_differ_and_predictions_that_are_not_finite_are_errors():
+    run = stage_run(STAGE_2)
+    for number in range(3):
+        run.step(number)
+    run.ranks.digests = ["a", "b"]
+    with pytest.raises(RunError, match="the ranks ended with different latents"):
+        run.result()
+
+    def fail(*_, **__):
+        raise NotFiniteError(["video_latent"])
+
+    run.start()
+    run.step(0)
+    run.ranks.run = fail
+    with pytest.raises(RunError, match=r"after step 2 of 3 of stage 2 \(sigma 0.725 to 0.4219\)"):
+        run.step(1)
+
+
+# --- jobs -----------------------------------------------------------------------------------------
+
+HQ = make_job("a", Size(128, 192, 17, 24.0, two_stage=True), recipe="dev", sampler="res_2s")
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 3), (16, 17, 30)])
+def test_the_schedule_of_hq_follows_the_tokens_of_stage_1_as_ltx_cores_does(shape):
+    from ltx_core.components.schedulers import LTX2Scheduler
+
+    frames, rows, columns = shape
+    size = Size(64 * rows, 64 * columns, 8 * frames - 7, two_stage=True)
+    first, second = replace(HQ, size=size).stages
+    wanted = LTX2Scheduler().execute(15, latent=torch.empty(1, 128, *shape))
+    assert torch.equal(torch.tensor(first.sigmas), wanted)
+    assert second.sigmas == STAGE_2_SIGMAS and first.sampler == second.sampler == "res_2s"
+    euler = replace(HQ, size=size, sampler="euler", num_inference_steps=15)
+    assert (torch.tensor(euler.stages[0].sigmas) - wanted).abs().max() > SHOWS
+
+
+def test_hq_has_the_defaults_of_ltx_pipelines_and_the_graphs_of_the_dev_recipe():
+    from ltx_pipelines.utils.constants import LTX_2_3_HQ_PARAMS
+
+    assert HQ.steps == LTX_2_3_HQ_PARAMS.num_inference_steps
+    for stream in STREAMS:
+        wanted = dataclasses.asdict(getattr(LTX_2_3_HQ_PARAMS, f"{stream}_guider_params"))
+        guidance = dataclasses.asdict(getattr(HQ.resolved_guidance, stream))
+        assert guidance | {"stg_blocks": list(guidance["stg_blocks"])} == wanted
+    most = replace(HQ, num_inference_steps=31)
+    most.check()
+    dev = replace(most, sampler="euler")
+    assert [most.bucket(stage) for stage in most.stages] == [dev.bucket(stage) for stage in dev.stages]
+    assert [len(stage.evaluations) for stage in most.stages] == [63, 7]
+    assert GUIDED_MAX_STEPS >= 63 and DISTILLED_MAX_STEPS >= 7
+    estimating = replace(HQ, sampler="gradient_estimation")
+    estimating.check()
+    assert [stage.sampler for stage in estimating.stages] == ["gradient_estimation", "euler"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "ours", "first_release"),
+    [
+        ({"sampler": "euler"}, "s1_audio", "s2_audio"),
+        ({}, "s1_audio", "s1_audio"),
+        ({"sampler": "euler", "images_as_guides": True}, "s2_audio", "s2_audio"),
+        ({"sampler": "euler", "recipe": "distilled"}, "s2_audio", "s2_audio"),
+    ],
+    ids=["dev", "HQ", "keyframes", "distilled"],
+)
+def test_the_sound_of_the_dev_recipe_is_stage_1s_as_upstream_decodes_it(changes, ours, first_release):
+    job = replace(HQ, **changes)
+    assert (job.audio_key, replace(job, compat="ltx-core-1.0.0").audio_key) == (ours, first_release)
+
+
+def test_every_substep_is_a_first_step_to_guidance_that_skips():
+    """As upstream calls it: a stream that skips every second step computes in all substeps."""
+    enabled = Guidance(StreamGuidance(skip_step=1), StreamGuidance(skip_step=2)).enabled_steps(STAGE_1.evaluations, 64)
+    assert enabled[1:10:2].all()
+    assert enabled[0:11:2].T.tolist() == [[1, 0, 1, 0, 1, 0], [1, 0, 0, 1, 0, 0]]
