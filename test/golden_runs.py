@@ -1,5 +1,4 @@
-"""Runs of the recorded jobs (golden_jobs.py), by engines in this process and by the scripts. Imported as
-`golden_runs`."""
+"""Runs of the recorded jobs (golden_jobs.py), by engines in this process and by the scripts."""
 
 from functools import cache
 from pathlib import Path
@@ -35,7 +34,7 @@ class Runs:
         if key not in self.engines:
             assets = assets_of(model, self.shared)
             workspace = opened_workspace(assets, self.artifacts, blocks, dtype, tp, settings)
-            upsampler = assets.temporal_upsampler
+            upsampler = getattr(assets, "temporal_upsampler", None)  # the demo has none
             self.engines[key] = opened_engine(workspace, assets, temporal_upsampler_path=upsampler)
         return self.engines[key]
 

@@ -1,5 +1,5 @@
 """The smallest program that ranks of a backend may run, in its files, for tests of their
-processes. Imported as `toy`."""
+processes."""
 
 import time
 from collections.abc import Mapping
