@@ -20,7 +20,6 @@ from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.batch import RESULTS, Line
 from ltx_neuron.batch import run as run_batch
 from ltx_neuron.engine.resume import SUFFIX, save_state
-from ltx_neuron.host.background import check_cancelled
 from ltx_neuron.job import Job
 
 SOON = 10  # seconds until a run with a broken rank has ended, whatever is done beside its ranks
@@ -140,27 +139,6 @@ def test_a_state_that_is_not_the_lines_own_is_not_taken_up(engine, tmp_path, cap
         assert "line 1 starts over" in capsys.readouterr().out and not state.exists()
         assert video.read_bytes() == wanted.frames.numpy().tobytes()
         video.unlink()
-
-
-def test_ctrl_c_ends_what_is_decoded_beside_at_once(engine, monkeypatch):
-    decoding = threading.Event()
-
-    def decode_for_ever(latent, *how):
-        while True:
-            decoding.set()
-            check_cancelled()
-            time.sleep(0.001)
-
-    def interrupt(stage, step):
-        if decoding.is_set():
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(engine.host, "decode_video", decode_for_ever)
-    engine.on_step_end = interrupt
-    began = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        list(engine.run(jobs(2)))
-    assert time.monotonic() - began < SCRIPT_SECONDS / 10 and engine.residency.ranks is None
 
 
 def test_a_batch_that_is_killed_resumes_and_loses_nothing(setup, tiny, shared, tmp_path):
