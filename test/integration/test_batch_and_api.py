@@ -61,12 +61,12 @@ def api(setup, tiny):
 
 
 def test_a_batch_writes_every_video_in_order_and_loads_each_model_once(batch, tiny):
-    entries, made = json.loads((batch / "out" / RESULTS).read_text())["lines"], videos(batch)
+    entries, mp4s = json.loads((batch / "out" / RESULTS).read_text())["lines"], videos(batch)
     assert [entry["line"] for entry in entries] == [1, 2, 3, 4, 5]
     assert [entry["prompt"] for entry in entries] == [line["prompt"] for line in lines(tiny)]
     assert {entry["status"] for entry in entries} == {"done"}
-    assert [entry["output"] for entry in entries] == list(made) == [f"{n:04d}.mp4" for n in range(1, 6)]
-    for name in made:
+    assert [entry["output"] for entry in entries] == list(mp4s) == [f"{n:04d}.mp4" for n in range(1, 6)]
+    for name in mp4s:
         assert (batch / "out" / name).with_suffix(".json").is_file()
         facts = read_video(batch / "out" / name)
         assert (facts["width"], facts["height"], facts["frame_count"]) == (64, 64, 9)

@@ -40,9 +40,9 @@ def test_a_pipeline_has_diffusers_names_and_takes_a_positional_checkpoint_and_to
     assert imported["LTX2Pipeline"] is imported["LTX2ImageToVideoPipeline"] is pipeline
     how = dict(gemma_root=tiny.gemma_root, artifacts_dir=setup.artifacts, profile="cpu", tp_degree=TP)
     for name in ("dtype", "torch_dtype"):
-        made = pipeline.from_pretrained(tiny.checkpoint, **how, **{name: torch.float32})
-        assert made.engine.workspace.dtype == torch.float32
-        assert made.engine.progress is True, "bars are shown in a notebook, too"
+        opened_one = pipeline.from_pretrained(tiny.checkpoint, **how, **{name: torch.float32})
+        assert opened_one.engine.workspace.dtype == torch.float32
+        assert opened_one.engine.progress is True, "bars are shown in a notebook, too"
         with pytest.raises(UserError, match="dtype: unknown 'float16'; known: bfloat16, float32"):
             pipeline.from_pretrained(tiny.checkpoint, **how, **{name: torch.float16})
 

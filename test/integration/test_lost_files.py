@@ -12,7 +12,6 @@ from jobs import make_job
 
 from ltx_neuron import batch, flags
 from ltx_neuron.artifacts import build
-from ltx_neuron.batch import RESULTS
 from ltx_neuron.engine.outputs import run_identity
 from ltx_neuron.job import Size
 from ltx_neuron.sampling.conditions import ImageCondition
@@ -97,22 +96,6 @@ def test_a_picture_that_vanishes_fails_its_line_alone_and_finished_lines_need_no
     assert "line 2 failed" in capsys.readouterr().out
     shutil.copy(pictures["c"], pictures["b"])
     assert again() == ["done"] * 3
-
-
-def test_a_finished_line_whose_text_changed_needs_its_picture(engine, pictures, tmp_path):
-    out = tmp_path / "out"
-    out.mkdir()
-    entries = []
-    for number, line in enumerate(lines_of(engine, pictures, tmp_path), 1):
-        entries.append({"line": number, "digest": line.digest, "typed": line.typed, "status": "done"})
-        (out / line.file).write_bytes(b"")
-    (out / RESULTS).write_text(json.dumps({"lines": entries}))
-    pictures["a"].unlink()
-    results = batch.Results(out, lines_of(engine, pictures, tmp_path))
-    assert [entry["status"] for entry in results.entries.values()] == ["done"] * 3
-    changed = {"aa": pictures["a"], "b": pictures["b"], "c": pictures["c"]}
-    results = batch.Results(out, lines_of(engine, changed, tmp_path))
-    assert results.entries[1]["status"] == "failed" and "a.png" in results.entries[1]["error"]
 
 
 @pytest.mark.parametrize("claimed", [False, True])

@@ -64,8 +64,8 @@ def world(tiny, tmp_path_factory):
     _break_files(world.bad, tiny)
     before = world.listing()
     yield world
-    made = {world.root / "artifacts", *(world.bad / name for name in DAMAGES)}
-    after = {entry for entry in world.listing() if not {Path(entry[0]), *Path(entry[0]).parents} & made}
+    own = {world.root / "artifacts", *(world.bad / name for name in DAMAGES)}
+    after = {entry for entry in world.listing() if not {Path(entry[0]), *Path(entry[0]).parents} & own}
     assert {entry for entry in before ^ after if Path(entry[0]) not in (world.root, world.bad)} == set()
 
 
@@ -333,9 +333,9 @@ def test_artifacts_that_do_not_fit_are_refused(finished, capfd, script, flags, w
     ],
 )
 def test_a_missing_flag_is_named(world, capsys, without, words):
-    typed = world.words(GENERATE)
-    at = typed.index(without)
-    assert_refused(run(GENERATE, typed[:at] + typed[at + 2 :]), capsys.readouterr().err, words)
+    words_of_all = world.words(GENERATE)
+    at = words_of_all.index(without)
+    assert_refused(run(GENERATE, words_of_all[:at] + words_of_all[at + 2 :]), capsys.readouterr().err, words)
 
 
 @runs("weights/rankfiles.py:check_whole: rm")

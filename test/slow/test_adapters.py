@@ -46,10 +46,12 @@ def rows(release: str) -> list[list[str]]:
     cells = [line.split(" | ")[2] for line in table.splitlines()[1:]]
     assert {cell for cell in cells if "`" not in cell} == {"not supported |"}
     # Not DFR's, which is of another section and runs in test_dfr.py.
-    typed = [words for words in commands(PAGE) if "--dfr" not in words]
-    found = [words for words in typed if any(word.startswith(f"{OWNER}LTX-{release}-22b-") for word in words)]
-    assert len(found) == sum("`ltx-neuron" in cell for cell in cells) > 10
-    return found
+    command_lines = [words for words in commands(PAGE) if "--dfr" not in words]
+    of_release = [
+        words for words in command_lines if any(word.startswith(f"{OWNER}LTX-{release}-22b-") for word in words)
+    ]
+    assert len(of_release) == sum("`ltx-neuron" in cell for cell in cells) > 10
+    return of_release
 
 
 def adapter(words: list[str]) -> str:
@@ -71,11 +73,11 @@ def write_lora(path, checkpoint: dict, repository: str, version: str) -> None:
     save_file(tensors, path, {"reference_downscale_factor": str(scale)} if scale else None)
 
 
-def hub_of(release: str, tiny, split, folder, typed: list[list[str]]) -> Hub:
+def hub_of(release: str, tiny, split, folder, command_lines: list[list[str]]) -> Hub:
     checkpoint, repositories = load_file({"2.3": tiny.checkpoint, "2.5": split.dev}[release]), {}
     prefix = "" if any(key.startswith(DIFFUSION) for key in checkpoint) else DIFFUSION
     checkpoint = {prefix + key: weight for key, weight in checkpoint.items()}
-    for words in typed:
+    for words in command_lines:
         repository = "/".join(adapter(words).split("/")[:2])
         short = repository.removeprefix(f"{OWNER}LTX-")
         files = repositories.setdefault(repository, {"README.md": tiny.image})
@@ -113,15 +115,15 @@ def small(words: list[str], artifacts) -> list[str]:
 def test_the_command_of_every_adapter_runs_with_a_file_of_its_name(
     release, tiny, split, artifacts, tmp_path, monkeypatch, capsys
 ):
-    typed, home, kinds = rows(release), tmp_path / "home", set()
-    hub = hub_of(release, tiny, split, tmp_path, typed)
+    command_lines, home, kinds = rows(release), tmp_path / "home", set()
+    hub = hub_of(release, tiny, split, tmp_path, command_lines)
     use(hub, monkeypatch, tmp_path)
     home.mkdir()
     monkeypatch.chdir(home)
     made_film(home / "in.mp4", 17, 128, 128)
     for name in ("first.png", "sheet.png"):
         (home / name).symlink_to(tiny.image)
-    for words in typed:
+    for words in command_lines:
         name, command = adapter(words), small(words, artifacts)
         repository, _, file = name.removeprefix(OWNER).partition("/")
         version = file or FILES.get(repository.removeprefix("LTX-"), [""])[0]

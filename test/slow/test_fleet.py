@@ -173,9 +173,9 @@ def test_replicas_learn_of_footage_where_it_lay_and_get_hub_names_as_they_are(se
     with pytest.raises(UserError, match="enough"):
         make_batch(parsed(setup, prompts_file=tmp_path / "lines.jsonl", output_dir=tmp_path / "out"))
     assert lora_sets == [()]
-    typed = ["--checkpoint-path", "Lightricks/LTX-2.3", "--gemma-root", "gemma"]
-    typed += ["--lora", "owner/repository", "0.5", "--artifacts-dir", "made/here"]
-    args = pool.absolute(verbs.generate().parse_args(typed))
+    words = ["--checkpoint-path", "Lightricks/LTX-2.3", "--gemma-root", "gemma"]
+    words += ["--lora", "owner/repository", "0.5", "--artifacts-dir", "made/here"]
+    args = pool.absolute(verbs.generate().parse_args(words))
     assert args.checkpoint_path == Path("Lightricks/LTX-2.3") and args.lora == [["owner/repository", "0.5"]]
     assert args.gemma_root == Path("gemma").absolute() and args.artifacts_dir == Path("made/here").absolute()
 

@@ -79,17 +79,17 @@ def test_what_doctor_says_to_type_makes_all_that_it_lacks(tiny, tmp_path, capsys
     words += ["--dtype", "float32", "--recipe", "dev", "--two-stage", "--neuron-vae"]
     words += ["--distilled-lora", tiny.lora, 1, "--spatial-upsampler-path", tiny.spatial_upsampler]
     words += ["--height", 64, "--width", 64, "--num-frames", 9, "--profile-set", QUICK[0]]
-    typed: set[str] = set()
+    kinds: set[str] = set()
     for _ in range(4):  # a command may make what another one needs
         dispatch(["doctor", *map(str, words)])
         texts = re.findall(r"Make them: (.*(?:\n +ltx-neuron .*)*)", capsys.readouterr().out)
         lines = dict.fromkeys(line.strip() for text in texts for line in text.splitlines())
         for line in lines:
-            typed |= {" ".join(re.findall(r"(?:shard|compile) \w+", line))}
+            kinds |= {" ".join(re.findall(r"(?:shard|compile) \w+", line))}
             type_in(line)
         capsys.readouterr()
     assert not lines, lines
-    assert {"shard transformer", "compile transformer", "compile gemma3", "compile vae"} <= typed
+    assert {"shard transformer", "compile transformer", "compile gemma3", "compile vae"} <= kinds
 
 
 @runs(

@@ -20,8 +20,8 @@ def test_stage_2_is_one_and_a_half_times_stage_1_with_the_upsampler_of_that_fact
     with pytest.raises(UserError, match="--height 64 is not a multiple of 96 .*; nearest valid: 96"):
         dispatch(["prepare", *two, "--height", "64"])
     dispatch(["prepare", *two, "--height", "96"])
-    typed = ["--prompt", "rain", "--output-path", str(out), "--save-tensors", str(tensors)]
-    dispatch(["generate", *two, "--height", "96", *typed])
+    outputs = ["--prompt", "rain", "--output-path", str(out), "--save-tensors", str(tensors)]
+    dispatch(["generate", *two, "--height", "96", *outputs])
     saved = load_file(tensors)
     assert saved["s1_video"].shape == (1, 128, 2, 2, 4)
     assert saved["upsampled"].shape == saved["s2_video"].shape == (1, 128, 2, 3, 6)

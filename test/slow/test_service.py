@@ -1,24 +1,19 @@
 """The service: jobs that come, are cancelled and are shown while its worker works, and none lost or
 made twice however its processes die."""
 
-import base64
 import signal
 import threading
 from contextlib import closing, contextmanager
-from io import BytesIO
 
 import pytest
 from conftest import SCRIPT_SECONDS, needs
 from helpers import wait_for
-from PIL import Image
 
 needs("fastapi", "prometheus_client", extras="dev,serve")
 
 import serving  # noqa: E402
 from serving import ASKED, ask, stop_after, worker  # noqa: E402
 
-from ltx_neuron.service import preview  # noqa: E402
-from ltx_neuron.service import worker as work  # noqa: E402
 from ltx_neuron.service.jobs import VIDEO  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Sora API")  # the wire format lives on
@@ -36,31 +31,6 @@ def until_made(working, *entries):
 
 def video(queue, entry) -> bytes:
     return (queue.folder_of(entry.id) / VIDEO).read_bytes()
-
-
-def test_previews_and_times_of_steps_are_seen_while_a_job_is_made_and_change_no_bit(
-    setup, tiny, wanted, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(preview, "SECONDS", 0.0)  # a tiny job's steps take milliseconds
-    monkeypatch.setattr(work, "REPORT_SECONDS", 0.0)
-    with worker(setup, tiny, tmp_path, previews=True) as (working, intake):
-        queue, job, seen = working.queue, ask(intake, 1), []
-        on_step_end = working.engine.on_step_end
-
-        def look(stage, number):
-            on_step_end(stage, number)
-            seen.append(queue.get("ada", job.id).detail)
-
-        with until_made(working, job):
-            working.engine.on_step_end = look
-        assert len({detail["preview"] for detail in seen}) == len(seen) == 11
-        picture = Image.open(BytesIO(base64.b64decode(seen[-1]["preview"])))
-        assert (picture.format, picture.size) == ("JPEG", (256, 256))
-        times = seen[-1]["denoise_steps_ms"]
-        assert {stage: len(steps) for stage, steps in times.items()} == {"stage_1": 8, "stage_2": 3}
-        assert queue.get("ada", job.id).detail == {"denoise_steps_ms": times}
-        assert video(queue, job) == wanted[1]
-        assert working.engine.stage_run is None  # what was looked at is not kept
 
 
 def test_jobs_that_come_meanwhile_join_the_run_and_denoise_while_the_last_one_is_decoded(setup, tiny, wanted, tmp_path):

@@ -1,13 +1,10 @@
-"""The service and a resumed run make the bytes of a batch with LTX-2.5; a run with the int8 files
-makes those of the files that they stand for."""
+"""The service makes the bytes of a batch with LTX-2.5."""
 
 from types import SimpleNamespace
 
-import int8_files
 import serving
 import split_runs
 
-from ltx_neuron.commands import dispatch
 from ltx_neuron.service.fields import read_request
 from ltx_neuron.service.jobs import VIDEO
 
@@ -24,13 +21,3 @@ def test_the_service_makes_the_bytes_of_the_batch(runs, split, tmp_path):
         stopping.join()
         assert (working.queue.folder_of(entry.id) / VIDEO).read_bytes() == runs.wanted[0]
         assert intake.sizes.inputs["num_generated_keyframes"]
-
-
-def test_a_run_with_the_int8_files_makes_the_bytes_of_the_bfloat16_files_they_stand_for(runs, split, tmp_path):
-    videos = []
-    for folder in int8_files.download(split, tmp_path):
-        of = split_runs.Runs(folder=folder, artifacts=runs.artifacts)
-        dispatch(of.words("prepare", *runs.flags))
-        dispatch(of.words("generate", *runs.flags, "--output-path", folder / "fox.mp4"))
-        videos.append((folder / "fox.mp4").read_bytes())
-    assert videos[0] == videos[1] != runs.wanted[0]

@@ -50,9 +50,9 @@ def generate(scripts, tiny, tmp_path_factory):
 def undisturbed(generate) -> tuple:
     """What a process makes, and in how many seconds."""
     began = time.monotonic()
-    made, printed = generate("undisturbed")
-    assert made[0] == 0 and len(made[1]) == CLIPS_A_PROCESS, printed
-    return made, time.monotonic() - began
+    outcome, printed = generate("undisturbed")
+    assert outcome[0] == 0 and len(outcome[1]) == CLIPS_A_PROCESS, printed
+    return outcome, time.monotonic() - began
 
 
 def pause(process: subprocess.Popen) -> None:
@@ -70,7 +70,7 @@ def test_clips_made_beside_busy_loops_are_the_same(generate, undisturbed):
     try:
         with ThreadPoolExecutor(AT_A_TIME) as pool:
             results = pool.map(generate, [f"busy-{number}" for number in range(PROCESSES)])
-            assert [printed[-3000:] for made, printed in results if made != undisturbed[0]] == []
+            assert [printed[-3000:] for outcome, printed in results if outcome != undisturbed[0]] == []
     finally:
         for loop in loops:
             loop.kill()
@@ -79,5 +79,5 @@ def test_clips_made_beside_busy_loops_are_the_same(generate, undisturbed):
 
 @pytest.mark.parametrize("number", range(PAUSES))
 def test_a_run_that_is_paused_at_any_moment_ends_well(generate, undisturbed, number):
-    made, printed = generate(f"paused-{number}", random.Random(f"{SEED} {number}").uniform(0, undisturbed[1]))
-    assert made == undisturbed[0], printed[-3000:]
+    outcome, printed = generate(f"paused-{number}", random.Random(f"{SEED} {number}").uniform(0, undisturbed[1]))
+    assert outcome == undisturbed[0], printed[-3000:]

@@ -81,8 +81,8 @@ def test_no_job_is_lost_made_twice_or_changed_by_kills(scripts, tiny, ray, tmp_p
             sending.join()
             while queue.counts()["queued"] + queue.counts()["in_progress"]:
                 time.sleep(1)
-            made = {video["id"]: video["status"] for video in service.videos()}
-            assert made == dict.fromkeys(ids, "completed") and len(ids) == len(made) == JOBS
+            statuses = {video["id"]: video["status"] for video in service.videos()}
+            assert statuses == dict.fromkeys(ids, "completed") and len(ids) == len(statuses) == JOBS
             contents = (service.ask(f"/videos/{id}/content") for id in ids)
             wrong = [n for n, x in enumerate(contents) if hashlib.sha256(x).hexdigest() != digests[n % len(digests)]]
             assert wrong == []
