@@ -47,14 +47,20 @@ def batch(setup, tiny, shared):
 
 @pytest.fixture(scope="module")
 def api(setup, tiny):
-    """One open pipeline for the tests that only call it, whose memory is checked against that of a
-    trn2.3xlarge; nothing is left of it afterwards."""
+    """One open pipeline for the tests that only call it; nothing is left of it afterwards."""
     threads, before = torch.get_num_threads(), children()
-    on_a_cpu = ("backend=torchdist", "device=cpu", "compile_backend=export", "attention=sdpa")
-    with opened(setup, tiny, profile="trn2.3xlarge", profile_set=on_a_cpu) as pipe:
+    with opened(setup, tiny) as pipe:
         yield pipe
     torch.set_num_threads(threads)
     assert children() <= before
+
+
+@pytest.fixture(scope="module")
+def checked(setup, tiny):
+    """One whose calls are checked against the memory of a trn2.3xlarge, on this CPU."""
+    on_a_cpu = ("backend=torchdist", "device=cpu", "compile_backend=export", "attention=sdpa")
+    with opened(setup, tiny, profile="trn2.3xlarge", profile_set=on_a_cpu) as pipe:
+        yield pipe
 
 
 # --- batches -------------------------------------------------------------------------------------
@@ -144,33 +150,33 @@ def counted(monkeypatch):
     return counts
 
 
-def test_a_second_call_exports_hashes_and_loads_nothing(api, counted, monkeypatch):
-    began, step, before = [], StageRun.step, children()
+def test_a_second_call_exports_hashes_and_loads_nothing(checked, counted, monkeypatch):
+    began, step = [], StageRun.step
 
     def noting(self, number):
         began.append(time.perf_counter())
         return step(self, number)
 
     monkeypatch.setattr(StageRun, "step", noting)
-    first = api("rain", **SIZE, output_type="latent")
+    first = checked("rain", **SIZE, output_type="latent")
     assert counted["load on the ranks"] == 2 and counted["hash a file"] > 0  # the counters count
     assert counted["export"] == 0
     counted.update(dict.fromkeys(counted, 0))
     began.clear()
-    called = time.perf_counter()
-    second = api("rain", **SIZE, output_type="latent")
+    called, before = time.perf_counter(), children()
+    second = checked("rain", **SIZE, output_type="latent")
     assert counted == dict.fromkeys(counted, 0) and children() == before
     assert began[0] - called < SECONDS_TO_FIRST_STEP
     assert torch.equal(first.video_latent, second.video_latent)
 
 
-def test_a_device_too_small_is_refused_from_the_manifests_alone(api, counted, monkeypatch):
+def test_a_device_too_small_is_refused_from_the_manifests_alone(checked, counted, monkeypatch):
     """What is compared is what was counted when compiling; the plan, which exports graphs, is
     asked only then, for a size that fits."""
-    workspace, job = api.engine.workspace, make_job("rain", Size(**SIZE))
-    manifests = [step.manifest for step in api.engine.preflight.check([job]).values()]
+    workspace, job = checked.engine.workspace, make_job("rain", Size(**SIZE))
+    manifests = [step.manifest for step in checked.engine.preflight.check([job]).values()]
     stages = [[each] for each in manifests]
-    memory = compiled_memory(workspace, stages, [], job, api.engine.options)
+    memory = compiled_memory(workspace, stages, [], job, checked.engine.options)
     needed = CoreMemory(
         4 * sum(map(math.prod, manifests[0].weights().values())),
         (workspace.weights("gemma3") / "rank0.safetensors").stat().st_size,
@@ -180,7 +186,7 @@ def test_a_device_too_small_is_refused_from_the_manifests_alone(api, counted, mo
         chip = replace(TRAINIUM2, memory_bytes=4 * limit)
         monkeypatch.setattr(workspace, "profile", replace(workspace.profile, chip=chip))
         with pytest.raises(UserError, match="needs .* GB a core") if exports else nullcontext():
-            api.engine.preflight._check_fits(memory, job)
+            checked.engine.preflight._check_fits(memory, job)
         assert bool(counted["export"]) == exports
 
 
