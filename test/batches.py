@@ -1,5 +1,4 @@
-"""Five jobs that share their graphs, as a batch by script and as calls of the Python API. Imported
-as `batches`."""
+"""Five jobs that share their graphs, as a batch by script and as calls of the Python API."""
 
 import contextlib
 import json
@@ -35,23 +34,19 @@ def jobs(count: int) -> list[Job]:
 
 def prepared(scripts, tiny):
     """Both models sharded and compiled for all jobs."""
-    made = scripts(tiny, TP)
-    made.prepare(**SIZE)
-    return made
+    setup = scripts(tiny, TP)
+    setup.prepare(**SIZE)
+    return setup
 
 
 def flags_of(tiny, folder: Path) -> dict:
-    """The flags of the batch in a folder, with its prompts file written."""
+    """The flags of the batch in a folder, with its prompts file written; it takes no prompts that
+    other tests encoded."""
     folder.mkdir(exist_ok=True)
     file = folder / "jobs.jsonl"
     file.write_text("\n".join(json.dumps(line, ensure_ascii=False) for line in lines(tiny)) + "\n\n")
-    return dict(
-        neuron_gemma=True,
-        no_prompt_cache=True,  # of other tests
-        prompts_file=file,
-        output_dir=folder / "out",
-        perf_dump_path=folder / "perf.json",
-    )
+    flags = dict(neuron_gemma=True, no_prompt_cache=True, prompts_file=file)
+    return flags | dict(output_dir=folder / "out", perf_dump_path=folder / "perf.json")
 
 
 def undisturbed(setup, tiny, shared: Path) -> Path:
@@ -70,31 +65,21 @@ def videos(folder: Path) -> dict[str, bytes]:
 
 def opened(setup, tiny, profile_set: tuple[str, ...] = (), **more) -> LTXPipeline:
     """The API on the batch's artifacts."""
-    pipe = LTXPipeline.from_pretrained(
-        checkpoint_path=tiny.checkpoint,
-        gemma_root=tiny.gemma_root,
-        artifacts_dir=setup.artifacts,
-        tp_degree=TP,
-        dtype="float32",
-        profile_set=(*setup.settings, *profile_set),
-        **{"profile": "cpu", "neuron_gemma": True, **more},
-    )
+    where = dict(checkpoint_path=tiny.checkpoint, gemma_root=tiny.gemma_root, artifacts_dir=setup.artifacts)
+    how = dict(tp_degree=TP, dtype="float32", profile="cpu", profile_set=(*setup.settings, *profile_set))
+    pipe = LTXPipeline.from_pretrained(**where, **how | {"neuron_gemma": True} | more)
     pipe.engine.progress = False
     return pipe
 
 
 def children() -> set[int]:
     """Processes that this one started, but for the two that multiprocessing keeps: they hold no
-    model and no device.
-
-    Ranks may be forked from one of them, and then look like it, one generation down.
-    """
-    found = set()
+    model and no device. Ranks may be forked from one of them, and then look like it, one generation
+    down."""
+    pids, kept = set(), re.compile("multiprocessing.(resource_tracker|forkserver) ")
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            own = child.ppid() == os.getpid() and re.search(
-                "multiprocessing.(resource_tracker|forkserver) ", str(child.cmdline())
-            )
+            own = child.ppid() == os.getpid() and kept.search(str(child.cmdline()))
             if not own and child.status() != psutil.STATUS_ZOMBIE:
-                found.add(child.pid)
-    return found
+                pids.add(child.pid)
+    return pids

@@ -48,13 +48,8 @@ def write_clip(
     seconds: float = 33 / RATE,
     container: dict[str, str] | None = None,
 ) -> Path:
-    """A clip. Its click is at the white frame's time, whatever is moved.
-
-    times     of the frames, in seconds
-    moved     a sound packet's time in the file, or None to drop it
-    codec     of the sound; None: there is none
-    sound_at  where the sound begins
-    """
+    """A clip. Its click is at the white frame's time, whatever is moved. times: of the frames, in seconds; moved: a
+    sound packet's time in the file, or None to drop it; codec: of the sound, if any; sound_at: where it begins."""
     import av
 
     with av.open(str(path), "w", options=container or {}) as file:
@@ -112,8 +107,8 @@ def first_loud(samples: np.ndarray) -> int | None:
 
 
 class Seen(NamedTuple):
-    """What a player shows: seconds of flash and click in the file's own time, the number of frames,
-    the height and width of a frame and of the box, and whether the box is on the left."""
+    """What a player shows: seconds of flash and click in the file's own time, the number of frames, the height and
+    width of a frame and of the box, and whether the box is on the left."""
 
     flash: float | None
     click: float | None
@@ -161,16 +156,9 @@ def run_printed(message: str, folder: Path) -> Path:
     (bin / "ffmpeg").exists() or (bin / "ffmpeg").symlink_to(imageio_ffmpeg.get_ffmpeg_exe())
     _, _, command = message.partition("Type: ")
     before = {each: each.stat().st_mtime_ns for each in folder.iterdir()}
-    done = subprocess.run(
-        command,
-        shell=True,
-        cwd=folder,
-        env=os.environ | {"PATH": f"{bin}:{os.environ['PATH']}"},
-        stdin=subprocess.DEVNULL,  # ffmpeg would ask whether it may replace a file
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    # ffmpeg would ask whether it may replace a file.
+    how = dict(shell=True, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=os.environ | {"PATH": f"{bin}:{os.environ['PATH']}"}, **how)
     assert done.returncode == 0, (command, done.stderr)
     made = folder / shlex.split(command)[-1]
     assert made not in before, "an older file was replaced"

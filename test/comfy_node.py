@@ -1,5 +1,4 @@
-"""The ComfyUI node, loaded as ComfyUI loads a file of custom_nodes, with what it imports of ComfyUI
-in its place. Imported as `comfy_node`."""
+"""The ComfyUI node, loaded as ComfyUI loads a file of custom_nodes, with what it imports of ComfyUI in its place."""
 
 import importlib.util
 import sys
@@ -7,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import pytest
 from conftest import ROOT
 
 
@@ -48,19 +48,18 @@ class Comfy:
 
     @property
     def modules(self) -> dict[str, ModuleType]:
-        found = {
+        interrupting = {"throw_exception_if_processing_interrupted": self.throw_exception_if_processing_interrupted}
+        contents = {
             "comfy": {},
             "comfy.utils": {"ProgressBar": self.progress_bar},
-            "comfy.model_management": {
-                "throw_exception_if_processing_interrupted": (self.throw_exception_if_processing_interrupted)
-            },
+            "comfy.model_management": interrupting,
             "folder_paths": {"get_temp_directory": lambda: str(self.temp)},
             "server": {"PromptServer": SimpleNamespace(instance=self)},
             "comfy_api": {},
             "comfy_api.latest": {"InputImpl": SimpleNamespace(VideoFromFile=VideoFromFile)},
         }
-        modules = {name: ModuleType(name) for name in found}
-        for name, values in found.items():
+        modules = {name: ModuleType(name) for name in contents}
+        for name, values in contents.items():
             vars(modules[name]).update(values)
             parent, _, child = name.rpartition(".")
             if parent:
@@ -72,20 +71,13 @@ class Comfy:
 def loaded(temp: Path):
     """(the node's module, ComfyUI)."""
     comfy = Comfy(temp)
-    before = {name: sys.modules.get(name) for name in comfy.modules}
-    sys.modules.update(comfy.modules)
-    try:
-        path = ROOT / "comfyui/ltx_neuron.py"
-        spec = importlib.util.spec_from_file_location("comfyui_ltx_neuron", path)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, stand_in in comfy.modules.items():
+            patch.setitem(sys.modules, name, stand_in)
+        spec = importlib.util.spec_from_file_location("comfyui_ltx_neuron", ROOT / "comfyui/ltx_neuron.py")
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         yield module, comfy
-    finally:
-        for name, module in before.items():
-            if module is None:
-                del sys.modules[name]
-            else:
-                sys.modules[name] = module
 
 
 def executed(module, **inputs):
@@ -93,14 +85,9 @@ def executed(module, **inputs):
     defaults for what is not connected, and a value for each of its types."""
     node = module.NODE_CLASS_MAPPINGS["LTXNeuronVideo"]
     kinds = node.INPUT_TYPES()
-    given = {
-        name: more[0]["default"]
-        for several in (kinds["required"], kinds["optional"])
-        for name, (_, *more) in several.items()
-        if more and "default" in more[0]
-    }
-    given |= dict.fromkeys(kinds["hidden"], "7")
-    assert inputs.keys() <= {name for several in kinds.values() for name in several}
-    outputs = getattr(node(), node.FUNCTION)(**given | inputs)["result"]
-    assert len(outputs) == len(node.RETURN_TYPES) == len(node.RETURN_NAMES)
+    widgets = kinds["required"] | kinds["optional"]
+    values = {name: more[0]["default"] for name, (_, *more) in widgets.items() if more and "default" in more[0]}
+    values |= dict.fromkeys(kinds["hidden"], "7")
+    assert inputs.keys() <= {name for names in kinds.values() for name in names}
+    outputs = getattr(node(), node.FUNCTION)(**values | inputs)["result"]
     return dict(zip(node.RETURN_NAMES, outputs, strict=True))

@@ -163,7 +163,6 @@ def once(path: Path, make: Callable):
 class Generated(NamedTuple):
     """One run of generate_ltx23.py and the files it wrote."""
 
-    process: subprocess.CompletedProcess
     tensors: dict
     perf: dict
     video: Path
@@ -173,17 +172,13 @@ class Setup:
     """The five scripts on one set of assets, each in its own process. The same call is not made
     twice in a session, whichever worker makes it: the first one's result is returned again.
 
-    Flags are keywords: num_frames=17 is --num-frames 17, two_stage=True is --two-stage, and
-    image=((path, 0), (path, 8)) is --image twice.
-
-    settings: of the profile of every script. Four ranks run what the profile says.
+    Flags are keywords, see `words`. settings: of the profile of every script. Four ranks run what the profile says.
     """
 
     def __init__(self, shared: Path, assets, tp: int, dtype: str):
         self.folder, self.assets, self.tp, self.dtype = shared, assets, tp, dtype
         self.artifacts = shared / "artifacts"
         self.settings = () if tp == 4 else QUICK
-        self._results: dict = {}  # of every run so far, by its folder
 
     def words(self, gemma: bool = True, **flags) -> list[str]:
         """The command line of a script on these assets, behind its name."""
@@ -224,37 +219,21 @@ class Setup:
         call = script, *words(**flags), self.assets.checkpoint, self.tp, self.dtype
         return self.folder / "runs" / hashlib.sha256(str(call).encode()).hexdigest()[:16]
 
-    def generate(self, repeat: int = 0, **flags) -> Generated:
-        """Run generate_ltx23.py and read what it wrote. Another `repeat` runs the same flags once
-        more."""
-        out = self._folder_of("src/generate_ltx23.py", repeat=repeat, **flags)
-        if out not in self._results:
-            process = once(out, lambda out: self._generate(out, **flags))
-            self._results[out] = _read(out, process)
-        return self._results[out]
+    def generate(self, **flags) -> Generated:
+        """Run generate_ltx23.py and read what it wrote."""
+        from safetensors.torch import load_file
 
-    def _generate(self, out: Path, **flags) -> subprocess.CompletedProcess:
-        files = {"output_path": "video.mp4", "save_tensors": "tensors.safetensors", "perf_dump_path": "perf.json"}
-        return succeeded(
-            self.run(
-                "src/generate_ltx23.py",
-                spatial_upsampler_path=self.assets.spatial_upsampler,
-                **flags,
-                **{flag: out / name for flag, name in files.items()},
-            )
-        )
-
-
-def _read(out: Path, process: subprocess.CompletedProcess) -> Generated:
-    from safetensors.torch import load_file
-
-    perf = json.loads((out / "perf.json").read_text())
-    return Generated(process, load_file(out / "tensors.safetensors"), perf, out / "video.mp4")
+        script, upsampler = "src/generate_ltx23.py", self.assets.spatial_upsampler
+        out = self._folder_of(script, **flags)
+        files = dict(output_path=out / "video.mp4", save_tensors=out / "tensors", perf_dump_path=out / "perf.json")
+        once(out, lambda _: succeeded(self.run(script, spatial_upsampler_path=upsampler, **flags, **files)))
+        perf = json.loads(files["perf_dump_path"].read_text())
+        return Generated(load_file(files["save_tensors"]), perf, files["output_path"])
 
 
 def words(**flags) -> list[str]:
-    """Keywords as command-line words: True is the flag alone, None and False no flag, a tuple the
-    flag once for each."""
+    """Keywords as command-line words: num_frames=17 is --num-frames 17, True is the flag alone, None
+    and False no flag, a tuple the flag once for each: image=((path, 0), (path, 8)) is --image twice."""
     command_line = []
     for name, values in flags.items():
         for value in values if isinstance(values, tuple) else (values,):

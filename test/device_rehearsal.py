@@ -1,4 +1,4 @@
-"""test/device without a device: what its tests run. Imported as `device_rehearsal`."""
+"""test/device without a device: what its tests run."""
 
 import sys
 from argparse import Namespace

@@ -1,5 +1,5 @@
 """Engines in this process, most of one rank, whose prompts need no text encoder: their contexts are
-drawn. Imported as `engines`."""
+drawn."""
 
 import zlib
 from collections.abc import Callable, Iterable

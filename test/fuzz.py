@@ -1,4 +1,4 @@
-"""Checks on examples that hypothesis draws; how many, its profile says. Imported as `fuzz`."""
+"""Checks on examples that hypothesis draws; how many, its profile says."""
 
 from collections.abc import Callable
 from random import Random

@@ -1,5 +1,4 @@
-"""The jobs that tools/golden records and tests run, with the files and models that they need.
-Imported as `golden_jobs`."""
+"""The jobs that tools/golden records and tests run, with the files and models that they need."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -31,22 +30,11 @@ RAIN, DUST = "rain on a tin roof", "dust"
 FOUR = TinySizes(layers=4, seed=31)
 # Nothing here is a power of two or of the release: 3 blocks of 8 heads, 10 and 6 channels each; 5
 # layers of Gemma3.
-ODD = TinySizes(
-    layers=3,
-    heads=8,
-    head_dim=10,
-    audio_head_dim=6,
-    connector_layers=1,
-    gemma_layers=5,
-    gemma_heads=12,
-    gemma_kv_heads=4,
-    gemma_head_dim=6,
-    gemma_hidden=36,
-    gemma_intermediate=52,
-    gemma_vocab=403,
-    gemma_sliding_window_pattern=3,
-    seed=77,
+_GEMMA = dict(
+    layers=5, heads=12, kv_heads=4, head_dim=6, hidden=36, intermediate=52, vocab=403, sliding_window_pattern=3
 )
+_ODD = dict(layers=3, heads=8, head_dim=10, audio_head_dim=6, connector_layers=1, seed=77)
+ODD = TinySizes(**_ODD, **{f"gemma_{name}": size for name, size in _GEMMA.items()})
 # A block of the released width: 32 heads of 128 and of 64.
 WIDE = TinySizes(layers=1, heads=32, head_dim=128, audio_head_dim=64, connector_layers=1, seed=3)
 MODELS = {"tiny": TinySizes(), "four": FOUR, "odd": ODD, "wide": WIDE}
@@ -92,6 +80,7 @@ def make_media(folder: Path) -> Path:
 VIDEO = StreamGuidance(cfg_scale=2.5, stg_scale=0.8, stg_blocks=(1,), modality_scale=2.2, rescale_scale=0.6)
 AUDIO = StreamGuidance(cfg_scale=5.0, stg_scale=1.3, stg_blocks=(0,), modality_scale=1.7, rescale_scale=0.35)
 SKIPPING = replace(VIDEO, skip_step=1), replace(AUDIO, skip_step=2)
+FEWER = StreamGuidance(stg_scale=1.5, stg_blocks=(2,)), StreamGuidance(cfg_scale=3.5)
 
 
 def guidance(video: StreamGuidance = VIDEO, audio: StreamGuidance = AUDIO, steps: int = 3) -> dict:
@@ -113,8 +102,8 @@ def images(assets, *placed) -> tuple[ImageCondition, ...]:
     return tuple(ImageCondition(assets.image, *image) for image in placed)
 
 
-_GUIDED = Size(96, 64, 9, 30.0)
 PARTLY = (0, 0.8), (8, 0.6)  # a first frame held in part, and a keyframe
+TWO_STAGES = Size(64, 128, 9, 30.0, True)
 
 
 def puppy(**more) -> Job:
@@ -122,8 +111,9 @@ def puppy(**more) -> Job:
     return make_job(PUPPY, Size(128, 192, 17, 24.0, True), 10, **more)
 
 
-def guided(size: Size = _GUIDED, **more) -> Job:
+def guided(size: Size | None = None, **more) -> Job:
     """One stage, on four blocks."""
+    size = size or Size(96, 64, 9, 30.0)
     return make_job(RAIN, size, 77, **guidance(replace(VIDEO, stg_blocks=(1, 3))) | more)
 
 
@@ -142,12 +132,6 @@ def hq(assets) -> Job:
         stage_1_loras=lora(assets, 0.25),
         stage_2_loras=lora(assets, 0.5),
     )
-
-
-def dev_two_stages(assets) -> Job:
-    """Of a model of two blocks, with a LoRA in stage 2."""
-    size = Size(64, 128, 9, 30.0, True)
-    return make_job(RAIN, size, 77, **guidance(), stage_2_loras=lora(assets, 0.8), compat="ltx-pipelines-1.2.0")
 
 
 def audio_to_video(media, seed=5, start=0.21, longest=0.5, two_stage=True, num_frames=9, **more) -> Job:
@@ -176,6 +160,10 @@ def reference(path: Path, strength: float, frames: int = 17, scales=(1, 1)) -> R
     return ReferenceVideo(path, strength, frames, *scales, path.suffix == ".png")
 
 
+def still(media) -> ReferenceVideo:
+    return reference(media / "held.png", 1.0)
+
+
 def ic_lora(assets, media, height=128, num_frames=17, two_stage=True, scales=(1, 1), **more) -> Job:
     """Two references, one shorter than the clip, behind an image as a guide, all masked."""
     inputs = dict(
@@ -187,11 +175,6 @@ def ic_lora(assets, media, height=128, num_frames=17, two_stage=True, scales=(1,
     return make_job(RAIN, Size(height, height, num_frames, 25.0, two_stage), 33, **inputs | more)
 
 
-def scaled_ic_lora(assets, media) -> Job:
-    """Of half the size and every other frame, on the first stage alone."""
-    return ic_lora(assets, media, scales=(2, 2), images=(), skip_stage_2=True)
-
-
 def tiled(assets, media) -> Job:
     """Of 4 x 4 cells, of which neighbours share two, with masked references behind a guide."""
     tiles = dict(tile=True, tile_height=96, tile_width=96)
@@ -199,11 +182,8 @@ def tiled(assets, media) -> Job:
 
 
 def interpolated(assets) -> Job:
-    guides = dict(images=images(assets, (0, 0.9), (8, 0.5)), images_as_guides=True)
-    audio = replace(AUDIO, rescale_scale=0.0)
-    return make_job(
-        RAIN, Size(64, 128, 9, 30.0, True), 12, **guidance(audio=audio), **guides, stage_2_loras=lora(assets)
-    )
+    more = dict(images=images(assets, (0, 0.9), (8, 0.5)), images_as_guides=True, stage_2_loras=lora(assets))
+    return make_job(RAIN, TWO_STAGES, 12, **guidance(audio=replace(AUDIO, rescale_scale=0.0)), **more)
 
 
 def dubbed(assets, media, **more) -> Job:
@@ -250,35 +230,25 @@ class Golden:
         return assets, self.job(assets, once(folder / "media", make_media))
 
 
-def _in_one_stage(assets, media, **more) -> Job:
-    return ic_lora(assets, media, two_stage=False, **more)
-
-
-FIRST_RELEASE = "ltx-core-1.0.0"
+FIRST_RELEASE, NOISY = "ltx-core-1.0.0", "ltx-pipelines-1.2.0"
+READ = dict(encoded=True, decoded=True)
+CIRCLE, DEMO = (
+    "a red circle glides slowly to the right on a navy ground",
+    dict(model="demo", encoded=True, bfloat16=True),
+)
 # By subject, and within it from plain to particular.
 JOBS = {
     # text and images
-    "text_to_video": Golden(lambda a, m: puppy(), encoded=True, decoded=True, bfloat16=True),
-    "image": Golden(lambda a, m: puppy(images=images(a, (0, 0.7))), encoded=True, decoded=True),
-    "image_of_1_0_0": Golden(
-        lambda a, m: puppy(images=images(a, (0, 0.7)), compat=FIRST_RELEASE), encoded=True, decoded=True
-    ),
-    "single_frame": Golden(lambda a, m: make_job(PUPPY, Size(128, 192, 1, 24.0)), encoded=True, decoded=True),
-    "odd_sizes": Golden(
-        lambda a, m: make_job(WAVES, Size(96, 160, 25, 25.0), 4242), model="odd", encoded=True, decoded=True
-    ),
+    "text_to_video": Golden(lambda a, m: puppy(), bfloat16=True, **READ),
+    "image": Golden(lambda a, m: puppy(images=images(a, (0, 0.7))), **READ),
+    "image_of_1_0_0": Golden(lambda a, m: puppy(images=images(a, (0, 0.7)), compat=FIRST_RELEASE), **READ),
+    "single_frame": Golden(lambda a, m: make_job(PUPPY, Size(128, 192, 1, 24.0)), **READ),
+    "odd_sizes": Golden(lambda a, m: make_job(WAVES, Size(96, 160, 25, 25.0), 4242), model="odd", **READ),
     "keyframes": Golden(lambda a, m: image_job(a, (0, 1.0), (16, 0.6)), model="four"),
     "keyframes_of_1_0_0": Golden(lambda a, m: image_job(a, (0, 0.7), (16, 0.6), compat=FIRST_RELEASE), model="four"),
     "image_crf": Golden(lambda a, m: image_job(a, (0, 0.5, 0), (5, 0.25, 45)), model="four"),
     "lora_and_images": Golden(lambda a, m: image_job(a, (0, 0.8), (9, 0.3), loras=lora(a, 0.45)), model="four"),
-    "demo": Golden(
-        lambda a, m: make_job(
-            "a red circle glides slowly to the right on a navy ground", Size(128, 192, 49, 24.0, True), 1
-        ),
-        model="demo",
-        encoded=True,
-        bfloat16=True,
-    ),
+    "demo": Golden(lambda a, m: make_job(CIRCLE, Size(128, 192, 49, 24.0, True), 1), **DEMO),
     "wide": Golden(lambda a, m: make_job(RAIN, Size(64, 96, 17, 24.0), 4), model="wide"),
     # normalized attention guidance
     "nag": Golden(lambda a, m: image_job(a, (0, 0.8), **nag()), model="four"),
@@ -291,19 +261,15 @@ JOBS = {
     "nag_ic_lora": Golden(lambda a, m: ic_lora(a, m, skip_stage_2=True, **nag())),
     # the dev recipe
     "guided": Golden(lambda a, m: guided(), model="four", passes=True),
-    "guided_by_fewer_terms": Golden(
-        lambda a, m: guided(
-            **guidance(StreamGuidance(stg_scale=1.5, stg_blocks=(2,)), StreamGuidance(cfg_scale=3.5), 2)
-        ),
-        model="four",
-        passes=True,
-    ),
+    "guided_by_fewer_terms": Golden(lambda a, m: guided(**guidance(*FEWER, 2)), model="four", passes=True),
     "skipped_steps": Golden(lambda a, m: guided(**guidance(*SKIPPING, 5)), model="four"),
     "skipped_steps_of_1_0_0": Golden(lambda a, m: guided(**guidance(*SKIPPING, 5), compat=FIRST_RELEASE), model="four"),
     "upscaled": Golden(lambda a, m: guided(upscale="both"), model="four"),
     "upscaled_in_time": Golden(lambda a, m: guided(upscale="temporal"), model="four"),
     "hq": Golden(lambda a, m: hq(a), model="four"),
-    "dev_two_stages_of_1_2_0": Golden(lambda a, m: dev_two_stages(a), encoded=True),
+    "dev_two_stages_of_1_2_0": Golden(
+        lambda a, m: guided(TWO_STAGES, **guidance(), stage_2_loras=lora(a, 0.8), compat=NOISY), encoded=True
+    ),
     # audio to video
     "audio_to_video": Golden(lambda a, m: audio_to_video(m, two_stage=False, start=0.4, longest=None)),
     "audio_to_video_images": Golden(lambda a, m: audio_to_video(m, 6, images=images(a, *PARTLY))),
@@ -315,8 +281,8 @@ JOBS = {
     "retake": Golden(lambda a, m: retake(m), bfloat16=True),
     "retake_video": Golden(lambda a, m: retake(m, "video", seed=4)),
     "retake_audio": Golden(lambda a, m: retake(m, "audio", seed=4)),
-    "retake_video_of_1_2_0": Golden(lambda a, m: retake(m, "video", seed=4, compat="ltx-pipelines-1.2.0")),
-    "retake_audio_of_1_2_0": Golden(lambda a, m: retake(m, "audio", seed=4, compat="ltx-pipelines-1.2.0")),
+    "retake_video_of_1_2_0": Golden(lambda a, m: retake(m, "video", seed=4, compat=NOISY)),
+    "retake_audio_of_1_2_0": Golden(lambda a, m: retake(m, "audio", seed=4, compat=NOISY)),
     "retake_short_sound": Golden(lambda a, m: retake(m, film="cut")),
     "retake_without_sound": Golden(lambda a, m: retake(m, "video", film="mute")),
     "retake_guided": Golden(lambda a, m: retake(m, **guidance()), GUIDED),
@@ -324,11 +290,10 @@ JOBS = {
     "extend_guided": Golden(lambda a, m: longer(m, **guidance()), GUIDED),
     # references
     "ic_lora": Golden(ic_lora),
-    "ic_lora_scaled": Golden(scaled_ic_lora),
-    "ic_lora_guided": Golden(lambda a, m: _in_one_stage(a, m, **guidance()), GUIDED, bfloat16=True),
-    "ic_lora_still": Golden(
-        lambda a, m: _in_one_stage(a, m, references=(reference(m / "held.png", 1.0),), attention_mask=None)
-    ),
+    # Of half the size and every other frame, on the first stage alone.
+    "ic_lora_scaled": Golden(lambda a, m: ic_lora(a, m, scales=(2, 2), images=(), skip_stage_2=True)),
+    "ic_lora_guided": Golden(lambda a, m: ic_lora(a, m, two_stage=False, **guidance()), GUIDED, bfloat16=True),
+    "ic_lora_still": Golden(lambda a, m: ic_lora(a, m, two_stage=False, references=(still(m),), attention_mask=None)),
     "ic_lora_tiled": Golden(tiled, 1e-6),
     "keyframe_interpolation": Golden(lambda a, m: interpolated(a), GUIDED),
     # dubbing, voice, sound

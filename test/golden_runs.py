@@ -1,5 +1,4 @@
-"""Runs of the recorded jobs (golden_jobs.py), by engines in this process and by the scripts. Imported as
-`golden_runs`."""
+"""Runs of the recorded jobs (golden_jobs.py), by engines in this process and by the scripts."""
 
 from functools import cache
 from pathlib import Path
@@ -27,15 +26,13 @@ class Runs:
         self.job = cache(lambda name: JOBS[name].open(shared)[1])
         self.generate = cache(self._generate)
 
-    def engine(
-        self, model: str = "tiny", tp: int = 1, blocks: int | None = 1, settings=(), dtype: str = "float32"
-    ) -> Engine:
+    def engine(self, model="tiny", tp: int = 1, blocks: int | None = 1, settings=(), dtype="float32") -> Engine:
         """The same one for the same arguments. Graphs of one block are compiled sooner."""
         key = model, tp, blocks, tuple(settings), dtype
         if key not in self.engines:
             assets = assets_of(model, self.shared)
             workspace = opened_workspace(assets, self.artifacts, blocks, dtype, tp, settings)
-            upsampler = assets.temporal_upsampler
+            upsampler = getattr(assets, "temporal_upsampler", None)  # the demo has none
             self.engines[key] = opened_engine(workspace, assets, temporal_upsampler_path=upsampler)
         return self.engines[key]
 
@@ -44,9 +41,7 @@ class Runs:
         engine = self.engine(golden.model, **how)
         return self.run(engine, self.job(name), golden.encoded, golden.decoded, golden.passes)
 
-    def run(
-        self, engine: Engine, job: Job, encoded: bool = False, decode: bool = False, passes: bool = False
-    ) -> dict[str, torch.Tensor]:
+    def run(self, engine: Engine, job: Job, encoded=False, decode=False, passes=False) -> dict[str, torch.Tensor]:
         """The tensors of a job, with weights and graphs that are made where they are missing. passes: with
         "step0.<pass>.<stream>" of the first step."""
         workspace, first = engine.workspace, {}
@@ -76,10 +71,12 @@ class Runs:
 def draw_contexts(engine: Engine, *jobs: Job) -> None:
     """Have an engine take the prompts of jobs as encoded, to contexts that records have, too."""
     workspace = engine.workspace
+
+    def draw(prompt: str) -> list[torch.Tensor]:
+        return [context.to(workspace.dtype) for context in drawn_contexts(workspace.transformer, prompt)]
+
     for job in jobs:
-        give_contexts(
-            engine, job, lambda prompt: [x.to(workspace.dtype) for x in drawn_contexts(workspace.transformer, prompt)]
-        )
+        give_contexts(engine, job, draw)
 
 
 @pytest.fixture(scope="module")

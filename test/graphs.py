@@ -1,4 +1,4 @@
-"""Exported graphs in tests. Imported as `graphs`."""
+"""Exported graphs in tests."""
 
 from functools import cache
 

@@ -1,8 +1,5 @@
-"""What several tests share: random models of ltx-core at any size, inputs of a step, and our graphs
-run in this process.
-
-Imported as `helpers`: pytest puts the folder of conftest.py on the path.
-"""
+"""What several tests share: random models of ltx-core at any size, inputs of a step, our graphs run in this process,
+processes and files of media."""
 
 import ctypes
 import json
@@ -51,8 +48,7 @@ import_ltx_core()  # before any test imports the parts of ltx-core that want tor
 STREAMS = ("video", "audio")
 FP32_ROUNDING = 2**-24  # the most that one operation rounds by, relative to its result
 BF16_ROUNDING = 2**-8
-# The default size; one whose head and axis counts divide nothing evenly; one whose RoPE has two
-# left-over entries.
+# The default size; one whose counts divide nothing evenly; one whose RoPE has two left-over entries.
 SIZES = {
     "4 heads of 8": TinySizes(),
     "8 heads of 10, 3 blocks": TinySizes(layers=3, heads=8, head_dim=10, audio_head_dim=6),
@@ -62,8 +58,7 @@ SIZES = {
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """Import it to run a file's tests on one thread: tiny models gain nothing from two, and lose
-    much on a busy machine."""
+    """Import it to run a file's tests on one thread: tiny models gain nothing from two, and may lose."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -71,8 +66,7 @@ def one_thread():
 
 
 def stress_count(whole: int) -> int:
-    """How often a test of test/stress does something: so often, or the share of it that
-    STRESS_SHARE names, once at the least."""
+    """How often a test of test/stress does something: so often, or the share STRESS_SHARE of it."""
     return max(1, round(whole * float(os.environ.get("STRESS_SHARE", "1"))))
 
 
@@ -85,8 +79,7 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def shared_memories() -> set[str]:
-    """Names of this machine's shared memories, without semaphores: those of ranks that another test
-    starts meanwhile have a name as long as they live."""
+    """Names of this machine's shared memories, without semaphores, which ranks of other tests have."""
     return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
 
 
@@ -103,16 +96,11 @@ def furthest(got: Tensor, wanted: Tensor) -> float:
 
 
 def fp32_bound(*summands: int) -> float:
-    """How far two fp32 evaluations of a chain of sums may be apart, relative to the result's norm.
-
-    summands: how many each of the sums that follow one another has (matrix products, norms,
-    averages over keys). Partial sums of k summands of random sign grow as sqrt(k), and an addition
-    rounds by up to u = 2**-24 of its partial sum, at random: a sum of n is off by about
-    u * sqrt(n / 2). Sums that follow one another add in quadrature, and two evaluations differ by
-    sqrt(2) times that. Four times this figure holds over thousands of comparisons. The CPU does not
-    enter: its vectors, blocks and threads choose the order of a sum alone. Source: Higham and Mary,
-    "A new approach to probabilistic rounding error analysis", 2019.
-    """
+    """How far two fp32 evaluations of a chain of sums, with so many summands each, may be apart, relative to the
+    result's norm. Partial sums of k summands of random sign grow as sqrt(k), and an addition rounds by up to u = 2**-24
+    of its partial sum, at random: a sum of n is off by about u * sqrt(n / 2). Sums that follow one another add in
+    quadrature, and two evaluations differ by sqrt(2) times that. Four times this figure holds over thousands of
+    comparisons on any CPU. Source: Higham and Mary, "A new approach to probabilistic rounding error analysis", 2019."""
     return 4 * FP32_ROUNDING * math.sqrt(sum(summands))
 
 
@@ -123,16 +111,14 @@ def convolutions_bound(model: torch.nn.Module) -> float:
 
 
 def block_summands(width: int, keys: int = TEXT_TOKENS, attentions: int = 3) -> tuple[int, ...]:
-    """Summands of the sums that follow one another in a transformer block of a width: per attention
-    a norm, q/k/v, the q/k norms, scores of at most the width, keys and the output; then a norm and
-    the feed-forward. One attention is the text's, over `keys`; the others have fewer than 64."""
+    """Those of a transformer block of a width: per attention a norm, q/k/v, the q/k norms, scores of at most the width,
+    keys and the output; then a norm and the feed-forward. One attention has so many keys, others fewer than 64."""
     attention = (width,) * 5
     return attention * attentions + (keys,) + (64,) * (attentions - 1) + (width, width, 4 * width)
 
 
 def made_config(sizes: TinySizes = SIZES["4 heads of 8"], **transformer) -> tuple[dict, TransformerConfig]:
-    """A checkpoint's config metadata, with changes to its transformer section, as it is and as we
-    parse it."""
+    """A checkpoint's config metadata, with changes to its transformer section, as it is and as we parse it."""
     content = merge(tiny_config(sizes), {"transformer": transformer})
     return content, transformer_config(content)
 
@@ -170,10 +156,9 @@ def step_inputs(
     max_steps: int | None = None,
     cross_sigma: bool = False,
 ) -> dict[str, Tensor]:
-    """Everything a DiT step takes but the step's number: random latents and contexts, tables for
-    the rest."""
+    """Everything a DiT step takes but the step's number: random latents and contexts, tables for the rest."""
     pairs = sigma_pairs(sigmas, max_steps or len(sigmas) - 1)
-    video_max, audio_max = (config.positional_embedding_max_pos, config.audio_positional_embedding_max_pos)
+    video_max, audio_max = config.positional_embedding_max_pos, config.audio_positional_embedding_max_pos
     cross_max, audio = (max(video_max[0], audio_max[0]),), audio_positions(audio_tokens)
     values = {
         "step_numbers": torch.arange(len(pairs), dtype=torch.int32),
@@ -230,7 +215,7 @@ class Convolutions(TorchDispatchMode):
 
 
 class Together:
-    """Comm of ranks that are threads of this process: each waits for the tensors of all."""
+    """Comm of ranks that are threads of this process."""
 
     def __init__(self, size: int):
         self.size, self._given, self._ranks = size, {}, {}
@@ -272,11 +257,8 @@ class Together:
 def random_value(field: Field, tp: int, seed: int) -> Tensor:
     """A whole tensor of a field, random where it is of floats."""
     shape = [size * tp if dim == field.split else size for dim, size in enumerate(field.shape)]
-    return (
-        randn(*shape, seed=seed).to(field.dtype)
-        if field.dtype.is_floating_point
-        else torch.zeros(shape, dtype=field.dtype)
-    )
+    floats = field.dtype.is_floating_point
+    return (randn(*shape, seed=seed) if floats else torch.zeros(shape)).to(field.dtype)
 
 
 def save_weights(folder: Path, *ranks: dict[str, Tensor]) -> Path:
@@ -298,8 +280,8 @@ def save_weights(folder: Path, *ranks: dict[str, Tensor]) -> Path:
 
 
 def forked(function: Callable[[], None], seconds: int = 30) -> int:
-    """Start a function in a forked process, which ends after so many seconds in any case. Returns
-    its pid; its exit code is 0 where the function returned, and 1 where it raised."""
+    """The pid of a forked process that calls a function, and ends after so many seconds in any case; its exit code is 0
+    where the function returned, and 1 where it raised."""
     child = os.fork()
     if child:
         return child
@@ -343,8 +325,7 @@ def started(command: list[str], until: str) -> tuple[subprocess.Popen, list[int]
     return process, ranks_of(process.pid)
 
 
-# A run of which a stage waits before each step, so that it is still in its steps when its terminal
-# has been read: a fast machine's whole stage would be over, and its bar never be shown at 33 %.
+# A run of which a stage waits before each step: a fast machine's would be over before its terminal has been read.
 UNHURRIED = """
 import runpy, sys, time
 import ltx_neuron.report.progress as progress
@@ -377,8 +358,7 @@ def wait_for(happened: Callable[[], bool], seconds: float = SCRIPT_SECONDS, ever
 
 
 def allowed(seconds: float) -> float:
-    """A bound of seconds on this machine as it is: as many times more as there are processes for
-    each of its cores, since a test gets its share of them alone."""
+    """A bound of seconds on this machine as it is: as many times more as there are processes for each of its cores."""
     return seconds * max(1.0, os.getloadavg()[0] / os.cpu_count())
 
 
@@ -400,8 +380,7 @@ def ended(pids: list[int], seconds: float = 10) -> bool:
 
 
 def rewrite(source, destination, change, metadata_change=None):
-    """A copy of a safetensors file with `change` applied to its tensors and `metadata_change` to
-    its config."""
+    """A copy of a safetensors file with `change` applied to its tensors and `metadata_change` to its config."""
     with safe_open(source, "pt") as file:
         metadata = dict(file.metadata())
     config = json.loads(metadata["config"]) | (metadata_change or {})
@@ -482,33 +461,26 @@ def made_film(path: Path, count: int, height: int, width: int, seed: int = 0) ->
 
 
 def read_video(path: str | Path) -> dict:
-    """Codecs, sizes, rates, number of decoded frames, and both durations in seconds of a video
-    file."""
+    """Codecs, sizes, rates, number of decoded frames, and both durations in seconds of a video file."""
     import av
 
     with av.open(str(path)) as container:
         video, audio = container.streams.video[0], container.streams.audio[0]
-        return {
-            "video_codec": video.codec_context.name,
-            "pixel_format": video.codec_context.pix_fmt,
-            "width": video.codec_context.width,
-            "height": video.codec_context.height,
-            "frame_rate": video.average_rate,
-            "video_seconds": float(video.duration * video.time_base),
-            "audio_codec": audio.codec_context.name,
-            "channels": audio.codec_context.channels,
-            "sample_rate": audio.codec_context.sample_rate,
-            "audio_seconds": float(audio.duration * audio.time_base),
-            "frame_count": sum(1 for _ in container.decode(video)),
-        }
+        pictures, sound = video.codec_context, audio.codec_context
+        facts = {"video_codec": pictures.name, "pixel_format": pictures.pix_fmt, "frame_rate": video.average_rate}
+        facts |= {"width": pictures.width, "height": pictures.height}
+        facts |= {"audio_codec": sound.name, "channels": sound.channels, "sample_rate": sound.sample_rate}
+        for name, stream in (("video", video), ("audio", audio)):
+            facts[f"{name}_seconds"] = float(stream.duration * stream.time_base)
+        return facts | {"frame_count": sum(1 for _ in container.decode(video))}
 
 
 _CAPABILITIES_V3 = 0x20080522
 
 
 def said_to_an_ordinary_user(function: Callable[[], object]) -> str:
-    """The kind and text of what `function` raises in a process that permissions bind, also where
-    the tests run as root: a fork without capabilities. `function` must use no threads."""
+    """The kind and text of what `function` raises in a fork without capabilities, which permissions bind also where the
+    tests run as root. It must use no threads."""
     readable, writable = os.pipe()
     if not os.fork():
         said = "nothing was refused"

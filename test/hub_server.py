@@ -93,16 +93,9 @@ class Handler(BaseHTTPRequestHandler):
         elif commit is None:
             self.refuse(404, "RevisionNotFound")
         elif name is None:
-            info = self.info(repo, commit, files)
-            if listing == "/tree/":
-                named = {"rfilename": "path", "blobId": "oid"}
-                info = [
-                    {named.get(key, key): value for key, value in each.items()} | {"type": "file"}
-                    for each in info["siblings"]
-                ]
-                for each in info:
-                    if "lfs" in each:
-                        each["lfs"] = {**each["lfs"], "oid": each["lfs"]["sha256"]}
+            tree = listing == "/tree/"
+            entries = [self.entry(name, path, tree) for name, path in files.items()]
+            info = entries if tree else {"id": repo, "sha": commit, "siblings": entries}
             self.answer(json.dumps(info).encode(), commit)
         elif repo in hub.gated and not allowed:
             self.refuse(403 if self.headers["Authorization"] else 401, "GatedRepo")
@@ -111,14 +104,12 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self.send_file(files[name], name, commit)
 
-    def info(self, repo: str, commit: str, files: dict[str, Path]) -> dict:
-        siblings = []
-        for name, path in files.items():
-            size, sha = path.stat().st_size, digest(path)
-            lfs = {"size": size, "sha256": sha, "pointerSize": 134}
-            large = {"lfs": lfs} if name.endswith(".safetensors") else {}
-            siblings.append({"rfilename": name, "size": size, "blobId": sha, **large})
-        return {"id": repo, "sha": commit, "siblings": siblings}
+    def entry(self, name: str, path: Path, tree: bool) -> dict:
+        """A file in a listing, of a tree or of a revision."""
+        size, sha = path.stat().st_size, digest(path)
+        lfs = {"size": size, "sha256": sha, "oid": sha, "pointerSize": 134}
+        named = {"path": name, "oid": sha, "type": "file"} if tree else {"rfilename": name, "blobId": sha}
+        return named | {"size": size} | ({"lfs": lfs} if name.endswith(".safetensors") else {})
 
     def send_file(self, path: Path, name: str, commit: str) -> None:
         content, first = path.read_bytes(), 0
@@ -133,14 +124,7 @@ class Handler(BaseHTTPRequestHandler):
     def refuse(self, status: int, code: str) -> None:
         self.answer(b"", "", status, {"X-Error-Code": code})
 
-    def answer(
-        self,
-        body: bytes,
-        commit: str,
-        status: int = 200,
-        headers: dict[str, str] | None = None,
-        until: int | None = None,
-    ) -> None:
+    def answer(self, body: bytes, commit: str, status: int = 200, headers=None, until: int | None = None) -> None:
         """until: so many bytes are sent, and the connection is closed."""
         self.send_response(status)
         known = {"Content-Length": str(len(body)), "X-Repo-Commit": commit}

@@ -1,5 +1,4 @@
-"""A tiny video that is made longer by three windows, for the tests of that. Imported as
-`longer_film`."""
+"""A tiny video that is made longer by three windows, for the tests of that."""
 
 from functools import cache
 from pathlib import Path
@@ -23,16 +22,19 @@ FRAMES, WINDOW, RATE = 30, 25, 24.0
 
 @pytest.fixture(scope="module")
 def film(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("film") / "film.mp4"
-    still = randn(1, 64, 64, 3) * 30 + 128
-    pictures = [(still.roll(2 * n, 2)).clamp(0, 255).byte() for n in range(FRAMES)]
+    path, still = tmp_path_factory.mktemp("film") / "film.mp4", randn(1, 64, 64, 3) * 30 + 128
+    pictures = [still.roll(2 * n, 2).clamp(0, 255).byte() for n in range(FRAMES)]
     write_video(path, pictures, RATE, lambda: tone(48000, FRAMES / RATE) * 0.5, 48000)
     return path
 
 
-def longer(film, seconds: float, seed: int = 7) -> Job:
+def source(film) -> torch.Tensor:
+    return torch.stack([torch.from_numpy(frame) for frame in first_frames(film, "")])
+
+
+def longer(film, seconds: float) -> Job:
     retake = Retake(film, extend=seconds, source_frames=FRAMES)
-    return make_job("waves", Size(64, 64, WINDOW, RATE), seed, retake=retake)
+    return make_job("waves", Size(64, 64, WINDOW, RATE), 7, retake=retake)
 
 
 @pytest.fixture(scope="module")
@@ -55,14 +57,10 @@ def engine(prepared, tiny):
         yield engine
 
 
-def draw_contexts(engine: Engine, *jobs: Job) -> None:
-    for job in jobs:
-        give_contexts(engine, job, lambda prompt: drawn(engine.workspace, seed=len(prompt)))
-
-
 def made(engine: Engine, job: Job, **options):
+    """The result of a job, whose contexts are drawn."""
     engine.on_stage_end = options.pop("on_stage_end", None)
-    draw_contexts(engine, job)
+    give_contexts(engine, job, lambda prompt: drawn(engine.workspace, seed=len(prompt)))
     (result,) = engine.run([job], keep=True, **options)
     return result
 
@@ -70,7 +68,3 @@ def made(engine: Engine, job: Job, **options):
 @pytest.fixture(scope="module")
 def after(engine, film):
     return made(engine, longer(film, 1.0))
-
-
-def source(film) -> torch.Tensor:
-    return torch.stack([torch.from_numpy(frame) for frame in first_frames(film, "")])

@@ -1,5 +1,5 @@
 """Plans in tests: what a step and a host's model cost is counted once for each size. Exporting a
-block takes most of a second, and tens of tests ask for the same few. Imported as `plans`."""
+block takes most of a second, and tens of tests ask for the same few."""
 
 import json
 from collections.abc import Mapping

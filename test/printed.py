@@ -1,5 +1,5 @@
 """The commands that errors, hints and notes of the sources print, collected from the code, and the
-mark of the tests that run them. Imported as `printed`.
+mark of the tests that run them.
 
 A printed command is a place, "FILE:FUNCTION: COMMAND", as in "host/media.py:check: ffmpeg". COMMAND
 is the program, with its verb where it has verbs, or the flag that is to be typed.

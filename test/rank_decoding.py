@@ -1,26 +1,18 @@
-"""Decoding on the ranks (--neuron-vae), for the tests of it: workspaces, clips with their numbers
-of tiles, and runs that something happens to while they decode. Imported as `rank_decoding`."""
+"""Decoding on the ranks (--neuron-vae), for the tests of it: workspaces, and clips with their numbers of tiles."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import randn, rel
+from helpers import randn
 from jobs import make_job
 
 from ltx_neuron.artifacts import build
 from ltx_neuron.artifacts.workspace import Workspace
-from ltx_neuron.backends.tiles import RankTiles
-from ltx_neuron.backends.torchdist.host import TorchDistRanks
-from ltx_neuron.commands.generate import generate
 from ltx_neuron.config.profiles import resolve
-from ltx_neuron.engine.outputs import OutputPaths
-from ltx_neuron.engine.preflight import RunOptions
 from ltx_neuron.engine.residency import Residency
-from ltx_neuron.engine.resume import SUFFIX
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.host.tiles import cut, tiling
 from ltx_neuron.job import Size
@@ -39,7 +31,6 @@ SIZE = Size(64, 96, 9)
 CLIP = (2, 2, 3)  # its latents: two tiles, one for each of two ranks
 JOBS = [make_job(prompt, SIZE, seed) for seed, prompt in enumerate(("birds sing", "a red fox"))]
 SOUND = 5e-5  # from the latents of a run: random layers answer a rounding with ten of it
-SOUND_OF_NOISE = 1e-5
 FRAME_COUNTS = 1  # frames are cut to whole numbers
 ON_RANKS = "sound_on_ranks=true"
 COLOURS = 10  # the standard deviation of frames that are not all of one colour
@@ -104,60 +95,3 @@ def check_frames(workspace: Workspace, *names: str) -> None:
             assert got.shape == wanted.shape and got.dtype == torch.uint8, name
             assert (got.int() - wanted.int()).abs().max() <= FRAME_COUNTS, name
             assert wanted.float().std() > COLOURS, name
-
-
-def check_sound(workspace: Workspace, *lengths: int) -> None:
-    """The ranks make the host's sound, in fp32, of so many latents each."""
-    build.make(workspace, workspace.weight_sets("vae"))
-    build.make(workspace, workspace.decoder_graphs(CLIP))
-    programs = {}
-    for latents in lengths:
-        build.make(workspace, workspace.sound_graphs(latents, SIZE))
-        programs |= workspace.programs(workspace.sound_graphs(latents, SIZE))
-    recorder = Recorder()
-    residency = Residency(workspace, recorder)
-    host = HostModels(workspace.checkpoint_path, workspace.checkpoint.config, workspace.dtype)
-    try:
-        # As sound's thread does where it comes first: loading is a phase of its own.
-        with recorder.phase("decode_audio"):
-            vae = {"vae": workspace.programs(workspace.decoder_graphs(CLIP)), "sound": programs}
-            on_ranks = residency.sound_decoder(vae)
-        for latents in lengths:
-            latent = randn(1, 8, latents, 16, seed=latents)
-            wanted, got = host.decode_audio(latent), host.decode_audio(latent, on_ranks)
-            assert got.shape == wanted.shape == (2, (4 * latents - 3) * 480)
-            assert 1e-3 < wanted.abs().max() < 1
-            assert rel(got, wanted) < SOUND_OF_NOISE, latents
-    finally:
-        residency.close()
-    assert len(build.check_bytes(workspace, workspace.weight_sets("vae"))) == 3
-
-
-def make(workspace: Workspace, video: Path, **outputs) -> None:
-    """What generate_ltx23.py does for a job, in this process."""
-    generate(JOBS[0], workspace, RunOptions(neuron_vae=True), OutputPaths(video=video, **outputs))
-
-
-def at_the_first_tiles(
-    patch: pytest.MonkeyPatch,
-    act: Callable[[TorchDistRanks], None],
-    decoder: type = RankTiles,
-    method: str = "__call__",
-) -> list[TorchDistRanks]:
-    """Have something happen to the ranks before they get their first tiles, or their first spans of
-    sound. Returns them, once they are there."""
-    decode, seen = getattr(decoder, method), []
-
-    def disturbed(on_ranks, parts):
-        if not seen:
-            seen.append(on_ranks.ranks)
-            act(on_ranks.ranks)
-        return decode(on_ranks, parts)
-
-    patch.setattr(decoder, method, disturbed)
-    return seen
-
-
-def check_nothing_is_left(folder: Path, ranks: list[TorchDistRanks], *more: str) -> None:
-    assert sorted(path.name for path in folder.iterdir()) == sorted([f"fox{SUFFIX}", *more])
-    assert not any(process.is_alive() for process in ranks[0]._processes)

@@ -1,7 +1,6 @@
 """Records of what Lightricks' packages make of a job: test/golden/NAME.safetensors, which
 tools/golden writes. A record has some elements of each tensor, evenly spread, and its shape. A CPU without
-AVX2 draws other weights for the tiny models, and ends up to 5e-5 away.
-Imported as `records`."""
+AVX2 draws other weights for the tiny models, and ends up to 5e-5 away."""
 
 import json
 import math
@@ -17,9 +16,8 @@ from torch import Tensor
 
 FOLDER = ROOT / "test/golden"
 ELEMENTS, PIXELS = 512, 4096  # of a tensor, and of frames
-# bf16 keeps 8 bits: as far from the truth as ltx-core's own bf16 run, twice that where rounding falls
-# out differently, and a floor of one rounding (2**-8 = 0.004) for tensors that only one operation
-# separates from exact ones.
+# As far from the truth as ltx-core's own bf16 run, twice that where rounding falls out differently, and a floor of one
+# rounding (2**-8 = 0.004) for tensors that only one operation separates from exact ones.
 BF16_FACTOR, BF16_FLOOR = 2, 0.005
 # Frames are cut to whole numbers, so one of 1e-6 below a number and one above it are a count apart.
 FRAME_COUNTS = 1

@@ -1,5 +1,4 @@
-"""A run of generate_ltx23.py in two stages at TP 2, and what it makes undisturbed. Imported as
-`runs`."""
+"""A run of generate_ltx23.py in two stages at TP 2, and what it makes undisturbed."""
 
 import sys
 from pathlib import Path

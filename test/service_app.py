@@ -1,5 +1,4 @@
-"""The service in this process, on a folder, and what is sent to it as from a connection. Imported
-as `service_app`."""
+"""The service in this process, on a folder, and what is sent to it as from a connection."""
 
 import asyncio
 import json
@@ -67,21 +66,10 @@ async def answer(app, sent: Sent, hangs: bool = False) -> Got:
     async def send(message: dict) -> None:
         (starts if message["type"] == "http.response.start" else bodies).append(message)
 
-    raw = quote(sent.path).encode()
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.4"},  # whose send fails where nobody reads
-        "http_version": "1.1",
-        "method": sent.method,
-        "scheme": "http",
-        "path": sent.path,
-        "raw_path": raw,
-        "root_path": "",
-        "query_string": sent.query,
-        "headers": list(sent.headers),
-        "client": ("127.0.0.1", 1),
-        "server": ("127.0.0.1", 8000),
-    }
+    scope = {"type": "http", "http_version": "1.1", "scheme": "http", "method": sent.method, "path": sent.path}
+    scope |= {"asgi": {"version": "3.0", "spec_version": "2.4"}}  # whose send fails where nobody reads
+    scope |= {"raw_path": quote(sent.path).encode(), "root_path": "", "query_string": sent.query}
+    scope |= {"headers": list(sent.headers), "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 8000)}
     await app(scope, receive, send)
     body = b"".join(message.get("body", b"") for message in bodies)
     return Got(starts[0]["status"], dict(starts[0]["headers"]), body)

@@ -1,5 +1,4 @@
-"""The service as a process of its own, and its worker in this process. Test files take the fixtures
-by assignment. Imported as `serving`."""
+"""The service as a process of its own, and its worker in this process. Test files take the fixtures by assignment."""
 
 import json
 import os
@@ -32,7 +31,6 @@ from ltx_neuron.service.worker import Worker
 TP = 2  # as `batches`, whose weights and text encoder it takes
 SIZE = {"height": 128, "width": 128, "num_frames": 9, "two_stage": True}  # and its half, in one
 SMALL = {"height": 64, "width": 64, "num_frames": 9}
-OWNERS = ("ada", "bob")
 # What a client says of a job, and the line of a prompts file that says the same.
 ASKED = [
     ({"prompt": "waves crash on the shore", "size": "64x64"}, SMALL),
@@ -44,43 +42,31 @@ ASKED = [
 @pytest.fixture(scope="module")
 def openai():
     """Not when tests are collected: importing it takes seconds."""
-    reason = "an extra is not installed: pip install -e .[dev,serve]"
-    return pytest.importorskip("openai", reason=reason)
+    return pytest.importorskip("openai", reason="an extra is not installed: pip install -e .[dev,serve]")
 
 
 @pytest.fixture(scope="module")
 def setup(scripts, tiny):
-    made = scripts(tiny, TP)
-    made.prepare(**SIZE, image=((tiny.image, 0, 1.0),))
-    return made
+    setup = scripts(tiny, TP)
+    setup.prepare(**SIZE, image=((tiny.image, 0, 1.0),))
+    return setup
 
 
 @pytest.fixture(scope="module")
 def wanted(setup, tiny, shared: Path) -> list[bytes]:
     """The videos of ASKED, of one with an image and of one for a sound, as generate_ltx23.py makes
     them; made once a session."""
-    sound = sound_file(shared)
-    said = [
-        *ASKED,
-        ({"prompt": "a golden retriever"}, SMALL | {"image": [str(tiny.image), 0]}),
-        ({"prompt": "a man says hello"}, SMALL | {"audio_path": str(sound)}),
-    ]
-    lines = [
-        {"prompt": fields["prompt"], "seed": fields.get("extra_body", {}).get("seed", 10), **line}
-        for fields, line in said
-    ]
+    lines = [{"seed": 10, "prompt": fields["prompt"], **line} for fields, line in ASKED]
+    lines[2]["seed"] = 4
+    lines += [{"prompt": "a golden retriever", "image": [str(tiny.image), 0], **SMALL}]
+    lines += [{"prompt": "a man says hello", "audio_path": str(sound_file(shared)), **SMALL}]
 
     def make(folder: Path) -> None:
         folder.mkdir(exist_ok=True)
         (folder / "jobs.jsonl").write_text("\n".join(map(json.dumps, lines)))
-        process = setup.run(
-            "src/generate_ltx23.py",
-            neuron_gemma=True,
-            spatial_upsampler_path=tiny.spatial_upsampler,
-            prompts_file=folder / "jobs.jsonl",
-            output_dir=folder / "out",
-        )
-        succeeded(process)
+        flags = dict(neuron_gemma=True, spatial_upsampler_path=tiny.spatial_upsampler)
+        files = dict(prompts_file=folder / "jobs.jsonl", output_dir=folder / "out")
+        succeeded(setup.run("src/generate_ltx23.py", **flags, **files))
 
     once(shared / "served", make)
     return [path.read_bytes() for path in sorted((shared / "served/out").glob("*.mp4"))]
@@ -97,16 +83,11 @@ class Service:
     """python -m ltx_neuron.serve on a data folder, which outlives it."""
 
     def __init__(self, setup, tiny, folder):
-        self.folder, self.tokens_file = folder, folder / "tokens.json"
-        self.tokens = {name: new_token(self.tokens_file, name) for name in OWNERS}
-        flags = setup.words(
-            neuron_gemma=True,
-            spatial_upsampler_path=tiny.spatial_upsampler,
-            data_dir=folder / "data",
-            tokens_file=self.tokens_file,
-            port=0,
-        )
-        self.command = [sys.executable, "-m", "ltx_neuron.serve", *flags]
+        self.folder, tokens = folder, folder / "tokens.json"
+        self.tokens = {name: new_token(tokens, name) for name in ("ada", "bob")}
+        flags = dict(neuron_gemma=True, spatial_upsampler_path=tiny.spatial_upsampler)
+        words = setup.words(**flags, data_dir=folder / "data", tokens_file=tokens, port=0)
+        self.command = [sys.executable, "-m", "ltx_neuron.serve", *words]
 
     def start(self) -> None:
         self.log = open(self.folder / "log", "ab")
@@ -144,20 +125,18 @@ class Service:
 
 @pytest.fixture(scope="module")
 def service(openai, setup, tiny, tmp_path_factory):
-    made = Service(setup, tiny, tmp_path_factory.mktemp("service"))
-    made.start()
-    yield made
-    made.stop()
+    service = Service(setup, tiny, tmp_path_factory.mktemp("service"))
+    service.start()
+    yield service
+    service.stop()
 
 
 @contextmanager
 def worker(setup, tiny, folder, *settings: str, previews: bool = False, neuron_gemma: bool = True):
     """A worker with its queue and what fills it. settings: of the profile."""
-    profile = resolve("cpu", (*setup.settings, *settings))
+    profile, threads = resolve("cpu", (*setup.settings, *settings)), torch.get_num_threads()
     workspace = Workspace(tiny.checkpoint, profile, setup.artifacts, TP, "float32", tiny.gemma_root)
-    upsampler = tiny.spatial_upsampler
-    options = RunOptions(neuron_gemma, spatial_upsampler_path=upsampler, cache_prompts=True)
-    threads = torch.get_num_threads()
+    options = RunOptions(neuron_gemma, spatial_upsampler_path=tiny.spatial_upsampler, cache_prompts=True)
     queue = Queue(folder / "queue.sqlite", folder / "jobs")
     with closing(queue), Engine(workspace, Recorder(), options) as engine:
         sizes = SizeRegistry(workspace, CompiledSize(Size(), "distilled"), upsamplers={"spatial"})

@@ -1,5 +1,5 @@
-"""A batch of LTX-2.5 from a folder in the layout of the download, made once a session. Test files
-take the fixture by assignment. Imported as `split_runs`."""
+"""A batch of LTX-2.5 from a folder in the layout of the download, made once a session. Test files take the fixture by
+assignment."""
 
 import json
 from pathlib import Path
@@ -25,19 +25,15 @@ class Runs(SimpleNamespace):
     of the profile."""
 
     settings = QUICK
+    # Those of the first line.
+    flags = ["--prompt", "a red fox", "--height", 64, "--width", 128, "--num-frames", 9, "--two-stage"]
+    flags += ["--num-generated-keyframes", 1]
 
     def words(self, verb: str, *more: object) -> list[str]:
-        files = ["--checkpoint-path", self.folder, "--artifacts-dir", self.artifacts]
-        machine = ["--profile", "cpu", "--tp-degree", serving.TP, "--dtype", "float32"]
-        machine += [word for each in self.settings for word in ("--profile-set", each)]
-        return [verb, *map(str, [*files, *machine, "--recipe", "distilled", *more])]
-
-    @property
-    def flags(self) -> list[object]:
-        """The flags of the first line."""
-        line = {name: value for name, value in LINES[0].items() if value is not True}
-        words = [(f"--{name.replace('_', '-')}", value) for name, value in line.items()]
-        return ["--two-stage", *(word for pair in words for word in pair)]
+        words = [verb, "--checkpoint-path", self.folder, "--artifacts-dir", self.artifacts]
+        words += ["--profile", "cpu", "--tp-degree", serving.TP, "--dtype", "float32", "--recipe", "distilled"]
+        words += [word for setting in self.settings for word in ("--profile-set", setting)]
+        return [*map(str, [*words, *more])]
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,4 @@
-"""A stage so small that ltx-core steps through it as well: what tests of a step compare with.
-Imported as `steps`."""
+"""A stage so small that ltx-core steps through it as well: what tests of a step compare with."""
 
 import torch
 from helpers import STREAMS, block_summands, fp32_bound, rel

@@ -1,4 +1,4 @@
-"""Jobs of several weight sets on one engine. Imported as `swapping`."""
+"""Jobs of several weight sets on one engine."""
 
 import zlib
 from collections.abc import Callable, Iterator
@@ -68,16 +68,13 @@ def latents(engine: Engine, jobs: list[Job], **options) -> dict[int, dict[str, t
     return {result.job.seed: {k: v for k, v in result.tensors.items() if k[:3] in ("s1_", "s2_")} for result in results}
 
 
+def each_alone(engine: Engine, jobs: list[Job]) -> dict:
+    """Those of every job, each run by itself."""
+    return {seed: tensors for job in jobs for seed, tensors in latents(engine, [job]).items()}
+
+
 def assert_same(got: dict, wanted: dict) -> None:
     assert got.keys() == wanted.keys()
     for seed, tensors in wanted.items():
         assert got[seed].keys() == tensors.keys()
         assert all(torch.equal(got[seed][name], tensors[name]) for name in tensors), seed
-
-
-def each_alone(engine: Engine, jobs: list[Job]) -> dict:
-    """The latents of every job, each run by itself."""
-    found = {}
-    for job in jobs:
-        found |= latents(engine, [job])
-    return found

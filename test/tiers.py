@@ -27,7 +27,6 @@ CPU_SECONDS = {FIRST: 1140, FIRST | {"slow"}: 4200}
 # have them, tests and work() cost up to 1.4 times more, both alike: with a busy loop on each core,
 # the first tier took 985 where work() took 0.021, and 1101 where it took 0.023.
 WORK_SECONDS = 0.021
-SECONDS_BETWEEN_WORKS = 5
 # What runs each tier.
 COMMANDS = {
     **dict.fromkeys(sorted(FIRST), "make test"),
@@ -54,15 +53,15 @@ def has_workers(config) -> bool:
 def pytest_configure(config) -> None:
     if has_workers(config):
         ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        threading.Thread(target=_reap, daemon=True).start()
         config.stash[WORKS] = []
-        threading.Thread(target=_measure, args=[config.stash[WORKS]], daemon=True).start()
+        for target, args in ((_reap, ()), (_measure, (config.stash[WORKS],))):
+            threading.Thread(target=target, args=args, daemon=True).start()
 
 
 def _measure(works: list[float]) -> None:
     while True:
         works.append(work())
-        time.sleep(SECONDS_BETWEEN_WORKS)
+        time.sleep(5)
 
 
 def work() -> float:
@@ -75,7 +74,7 @@ def work() -> float:
 
 
 def _reap() -> None:
-    """Wait for each child as it ends. This process starts nothing but workers, whose exit codes
+    """Wait for each child as it ends: this process starts nothing but workers, whose exit codes
     nobody reads."""
     while True:
         try:
@@ -84,36 +83,25 @@ def _reap() -> None:
             time.sleep(0.05)
 
 
-def _wait_for_all(seconds: float = 5) -> None:
-    """Until this process has no child: a worker's fork server ends shortly after the worker, and
-    only then counts all that it has started."""
-    end = time.monotonic() + seconds
-    with suppress(ChildProcessError):
-        while time.monotonic() < end:
-            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            time.sleep(0.01)
-
-
 def pytest_collection_finish(session) -> None:
     session.config.stash[IMPORTED] = SLOW_IMPORTS & sys.modules.keys()
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session) -> None:
-    """After the workers have ended. Without workers, fork servers live on, and would not count."""
-    config = session.config
+    """After the workers have ended, and what they started: a worker's fork server ends shortly after
+    it, and only then counts. Without workers, fork servers live on, and would not count."""
+    config, end = session.config, time.monotonic() + 5
     if not has_workers(config):
         return
-    _wait_for_all()
-    config.stash[SPENT] = cpu_seconds()
+    with suppress(ChildProcessError):
+        while time.monotonic() < end:
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            time.sleep(0.01)
+    used = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    config.stash[SPENT] = sum(each.ru_utime + each.ru_stime for each in used)
     if config.stash[SPENT] > budget(config) and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-
-def cpu_seconds() -> float:
-    """Of this process and of all that have ended below it."""
-    used = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(each.ru_utime + each.ru_stime for each in used)
 
 
 def budget(config) -> float:
@@ -129,10 +117,9 @@ def slowdown(config) -> float:
 
 def whole_tiers(config) -> frozenset[str]:
     """The tiers of which this run has every test; none where it has a part of one."""
-    paths = [(config.invocation_params.dir / each).resolve() for each in config.args]
+    paths = [(config.invocation_params.dir / arg).resolve() for arg in config.args]
     chosen = (config.getoption(name, None) for name in ("keyword", "markexpr", "lf", "deselect"))
-    tests = config.rootpath / "test"
-    if any(chosen) or any(path.parent != tests or not path.is_dir() for path in paths):
+    if any(chosen) or any(path.parent != config.rootpath / "test" or not path.is_dir() for path in paths):
         return frozenset()
     return frozenset(path.name for path in paths)
 
@@ -143,7 +130,8 @@ def pytest_terminal_summary(terminalreporter):
     config = terminalreporter.config
     lines = skipped(terminalreporter.stats.get("skipped", []))
     if tiers := whole_tiers(config):
-        lines += not_included(tiers, config.rootpath / "test") + other_cpus()
+        others = [tier for tier in COMMANDS if tier not in tiers and (config.rootpath / "test" / tier).is_dir()]
+        lines += [f"test/{tier}: {COMMANDS[tier]}" for tier in others] + other_cpus()
     if lines:
         terminalreporter.section("NOT tested on this machine")
     for line in lines:
@@ -166,15 +154,9 @@ def skipped(reports: list) -> list[str]:
     ]
 
 
-def not_included(tiers: frozenset[str], tests: Path) -> list[str]:
-    left = [tier for tier in COMMANDS if tier not in tiers and (tests / tier).is_dir()]
-    return [f"test/{tier}: {COMMANDS[tier]}" for tier in left]
-
-
 def other_cpus() -> list[str]:
     """Kernels are chosen by the CPU: the tests ran on this one's."""
-    cpu = Path("/proc/cpuinfo").read_text().split()
-    older = os.environ.get("ATEN_CPU_CAPABILITY") in ("default", "avx2")
+    cpu, older = Path("/proc/cpuinfo").read_text().split(), os.environ.get("ATEN_CPU_CAPABILITY") in ("default", "avx2")
     lacking = [name for flag, name in CPU_FLAGS.items() if older or flag not in cpu]
     lines = [f"kernels for {' and '.join(lacking)}: the same command on such a CPU"] if lacking else []
     if "AVX-512" not in lacking:

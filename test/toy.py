@@ -1,5 +1,5 @@
 """The smallest program that ranks of a backend may run, in its files, for tests of their
-processes. Imported as `toy`."""
+processes."""
 
 import time
 from collections.abc import Mapping
@@ -40,8 +40,7 @@ class Toy(nn.Module):
 
 
 def make_toy(folder: Path, width: int = WIDTH, names: tuple[str, str] = ("down", "toy")) -> SimpleNamespace:
-    """The program compiled, its weights for all ranks, and whole inputs. names: of its layer and of
-    itself."""
+    """The program compiled, its weights for all ranks, and whole inputs. names: of its layer and of itself."""
     comm = TorchDistComm(TP)
     split = Field((1, 4, width // TP), torch.float32, split=2)
     whole = Field((1, 4, width), torch.float32)

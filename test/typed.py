@@ -1,4 +1,4 @@
-"""Jobs as they are typed: what tests of flags begin with. Imported as `typed`."""
+"""Jobs as they are typed: what tests of flags begin with."""
 
 import argparse
 import runpy

@@ -1,6 +1,5 @@
-"""Scripts in processes of their own that have torch already: each is forked off a server that
-imported it once, and so is the server of the script's ranks. Importing it takes seconds, and a test
-session runs hundreds of scripts."""
+"""Scripts in processes of their own that have torch already, which takes seconds to import: each is forked off a server
+that imported it once, and so is the server of the script's ranks."""
 
 import atexit
 import multiprocessing
@@ -19,8 +18,7 @@ from pathlib import Path
 from typing import IO
 from unittest import mock
 
-# What scripts and their ranks import sooner or later. Nothing of it starts a thread, so it may be
-# forked.
+# What scripts and their ranks import. Nothing of it starts a thread, so it may be forked.
 MODULES = [
     *("torch", "torch.export", "torch._export.serde.serialize", "safetensors.torch", "numpy"),
     *("transformers.models.auto.tokenization_auto", "av", "PIL.Image"),
@@ -40,10 +38,7 @@ def _context():
 
 
 def begun(command: list[str], cwd: Path, out: IO, err: IO) -> ForkServerProcess:
-    """A script's process, which has been started; `command` has no interpreter.
-
-    out, err: the files of its output
-    """
+    """A script's process, which has been started; `command` has no interpreter, and its output goes to two files."""
     files = [multiprocessing.reduction.DupFd(file.fileno()) for file in (out, err)]
     process = _context().Process(target=_script, args=(command, cwd, dict(os.environ), *files))
     with _ASKING:
@@ -52,10 +47,7 @@ def begun(command: list[str], cwd: Path, out: IO, err: IO) -> ForkServerProcess:
 
 
 def run(command: list[str], cwd: Path, timeout: float) -> subprocess.CompletedProcess:
-    """What subprocess.run of a script gives, with its output as text; `command` has no interpreter.
-
-    Raises subprocess.TimeoutExpired.
-    """
+    """What subprocess.run of a script gives, with its output as text; `command` has no interpreter."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = begun(command, cwd, out, err)
         ended = wait([process.sentinel], timeout)

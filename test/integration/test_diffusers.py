@@ -33,48 +33,39 @@ def latents(pipe):
     return [pipe(**CALL, output_type="latent", seed=seed).video_latent for seed in (5, 6, 7)]
 
 
-@pytest.fixture
-def notes(capsys):
-    print_once.cache_clear()
-    return lambda: capsys.readouterr().err.splitlines()
-
-
-# --- what works as in diffusers ---------------------------------------------------------------
-@pytest.mark.parametrize("name", ["LTX2Pipeline", "LTX2ImageToVideoPipeline"])
-def test_diffusers_names_of_the_class_are_the_pipeline(name):
+def test_a_pipeline_has_diffusers_names_and_takes_a_positional_checkpoint_and_torchs_dtypes(setup, tiny):
     imported = {}
-    exec(f"from ltx_neuron import {name}, LTXPipeline", imported)
-    assert imported[name] is imported["LTXPipeline"]
-
-
-@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
-def test_the_checkpoint_is_positional_and_dtypes_may_be_torchs(setup, tiny, name):
-    open_with = dict(gemma_root=tiny.gemma_root, artifacts_dir=setup.artifacts, profile="cpu")
-    pipeline = type(opened(setup, tiny)).from_pretrained(
-        tiny.checkpoint, tp_degree=TP, **open_with, **{name: torch.float32}
-    )
-    assert pipeline.engine.workspace.dtype == torch.float32
-    assert pipeline.engine.progress is True, "bars are shown in a notebook, too"
-    with pytest.raises(UserError, match="dtype: unknown 'float16'; known: bfloat16, float32"):
-        pipeline.from_pretrained(tiny.checkpoint, **open_with, **{name: torch.float16})
+    exec("from ltx_neuron import LTX2Pipeline, LTX2ImageToVideoPipeline, LTXPipeline", imported)
+    pipeline = imported["LTXPipeline"]
+    assert imported["LTX2Pipeline"] is imported["LTX2ImageToVideoPipeline"] is pipeline
+    how = dict(gemma_root=tiny.gemma_root, artifacts_dir=setup.artifacts, profile="cpu", tp_degree=TP)
+    for name in ("dtype", "torch_dtype"):
+        opened_one = pipeline.from_pretrained(tiny.checkpoint, **how, **{name: torch.float32})
+        assert opened_one.engine.workspace.dtype == torch.float32
+        assert opened_one.engine.progress is True, "bars are shown in a notebook, too"
+        with pytest.raises(UserError, match="dtype: unknown 'float16'; known: bfloat16, float32"):
+            pipeline.from_pretrained(tiny.checkpoint, **how, **{name: torch.float16})
 
 
 def test_frames_are_batch_first_in_the_form_of_output_type(pipe):
-    pictures, array, tensor = (pipe(**CALL, seed=5, output_type=form) for form in ("pil", "np", "pt"))
-    default = pipe(**CALL, seed=5)
+    default, array, tensor = (pipe(**CALL, seed=5, **how) for how in ({}, {"output_type": "np"}, {"output_type": "pt"}))
     assert default.output_type == "pil"
     with pytest.raises(AttributeError, match=r"no shape: .* np.stack\(result.frames\[0\]\)"):  # of the earlier array
         _ = default.frames.shape
-    clip = np.stack(pictures.frames[0])
+    assert all(isinstance(frame, Image.Image) for frame in default.frames[0])
+    clip = np.stack(default.frames[0])
     assert clip.shape == (9, 64, 64, 3) and clip.dtype == np.uint8 and clip.std() > 0
-    assert all(isinstance(frame, Image.Image) for frame in pictures.frames[0])
     with pytest.warns(FutureWarning, match="batch first"):
         values = array.frames
+    assert values.dtype == np.float32 and values.shape == (1, 9, 64, 64, 3) and 0 <= values.min() < values.max() <= 1
     assert np.array_equal((values[0] * 255).round().astype(np.uint8), clip)
     assert torch.equal(tensor.frames, torch.from_numpy(values).permute(0, 1, 4, 2, 3))
-    assert all(torch.equal(pictures.audio, other.audio) for other in (array, tensor))
-    frames, audio = pipe(**CALL, output_type="pt", return_dict=False)
-    assert frames.shape == (1, 9, 3, 64, 64) and audio.shape == (1, 2, 33 * 480)
+    assert all(torch.equal(default.audio, other.audio) for other in (array, tensor))
+    # 4 * 9 - 3 mel frames.
+    assert default.audio.shape == (1, 2, 33 * 480) and default.audio.isfinite().all()
+    assert (default.frame_rate, default.sample_rate) == (24.0, 48000)
+    frames, audio = pipe(**CALL, output_type="pt", return_dict=False, seed=5)
+    assert torch.equal(frames, tensor.frames) and torch.equal(audio, tensor.audio)
     latent, sound = pipe(**CALL, output_type="latent", return_dict=False, seed=5)
     assert latent.shape == (1, 128, 2, 2, 2) and sound.shape == (1, 8, 9, 16)
 
@@ -100,24 +91,22 @@ def test_one_generator_seeds_all_videos_or_a_list_has_one_for_each(pipe, latents
 
 def test_a_pil_image_conditions_as_its_file_does(pipe, tiny, latents):
     picture = Image.open(tiny.image)
-    call = CALL | dict(output_type="latent", seed=5)
-    wanted = pipe(**call, image=tiny.image).frames
-    assert torch.equal(pipe(**call, image=picture).frames, wanted)
-    assert torch.equal(pipe(**call, image=[ImageCondition(picture)]).frames, wanted)
-    assert not torch.equal(wanted, latents[0])
+    file, image, condition = (
+        pipe(**CALL, output_type="latent", seed=5, image=image).frames
+        for image in (tiny.image, picture, [ImageCondition(picture)])
+    )
+    assert torch.equal(image, file) and torch.equal(condition, file) and not torch.equal(file, latents[0])
 
 
 def test_save_writes_the_file_of_output_path_and_numbers_several(pipe, tmp_path):
     written = pipe(**CALL, output_type="mp4", output_path=tmp_path / "wanted.mp4", seed=5).path
-    one = pipe(**CALL, seed=5)
+    one, two = pipe(**CALL, seed=5), pipe(**CALL, seed=5, num_videos_per_prompt=2)
     assert one.save(tmp_path / "one.mp4") == [tmp_path / "one.mp4"]
     assert (tmp_path / "one.mp4").read_bytes() == written.read_bytes()
     assert read_video(tmp_path / "one.mp4")["frame_count"] == 9
-    names = ["two-1.mp4", "two-2.mp4"]
-    two = pipe(**CALL, seed=5, num_videos_per_prompt=2)
-    assert [path.name for path in two.save(str(tmp_path / "two.mp4"))] == names
-    assert (tmp_path / names[0]).read_bytes() == written.read_bytes()
-    assert (tmp_path / names[1]).read_bytes() != written.read_bytes()
+    first, second = two.save(str(tmp_path / "two.mp4"))
+    assert (first.name, second.name) == ("two-1.mp4", "two-2.mp4")
+    assert first.read_bytes() == written.read_bytes() != second.read_bytes()
     with pytest.raises(UserError, match="FILE.mp4"):
         one.save(tmp_path / "out.mov")
     with pytest.raises(UserError, match="output_type='latent' holds no frames"):
@@ -139,26 +128,26 @@ def test_a_callback_of_diffusers_runs_and_learns_that_latents_are_elsewhere(pipe
         pipe(**CALL, callback_on_step_end=lambda pipe, step, t, values: values["latents"])
 
 
-def test_devices_offloading_and_tiling_have_no_effect_and_one_note_each(pipe, notes):
+def test_devices_offloading_and_tiling_have_no_effect_and_one_note_each(pipe, capsys):
+    print_once.cache_clear()
     for _ in range(2):
         assert pipe.to("cuda").enable_model_cpu_offload() is pipe
         pipe.enable_sequential_cpu_offload()
         pipe.enable_vae_tiling()
         pipe.vae.enable_tiling()
         pipe.vae.to(torch.float32)
-    words = "to enable_model_cpu_offload enable_sequential_cpu_offload enable_vae_tiling"
-    assert [line.split()[1] for line in notes()] == [*words.split(), "enable_tiling"]
+    words = "to enable_model_cpu_offload enable_sequential_cpu_offload enable_vae_tiling enable_tiling"
+    assert [line.split()[1] for line in capsys.readouterr().err.splitlines()] == words.split()
 
 
-# --- what explains itself -----------------------------------------------------------------------
 UNKNOWN = {
-    "of a call": {
+    "call": {
         "guidance_scale": "video_cfg_guidance_scale=3.0, with recipe='dev'",
         "callback_on_step_end_tensor_inputs": "latents stay on the ranks",
         "fps": "frame_rate=24.0",
         "num_frame": "did you mean num_frames?",
     },
-    "of from_pretrained": {
+    "from_pretrained": {
         "pretrained_model_name_or_path": "here: checkpoint_path=",
         "device_map": "profile='trn2.3xlarge'",
         "revision": "checkpoint_path='OWNER/REPO@REVISION'",
@@ -173,13 +162,14 @@ UNKNOWN = {
 }
 
 
-@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in UNKNOWN.items() for name in names])
-def test_an_unknown_argument_or_attribute_is_refused_with_what_to_type(pipe, kind, name):
-    with pytest.raises(AttributeError if kind == "attribute" else TypeError) as error:
-        if kind == "of a call":
-            pipe(**CALL, **{name: 3.0})
-        elif kind == "of from_pretrained":
-            pipe.from_pretrained("a", **{name: "x"})
-        else:
-            getattr(pipe, name)
-    assert name in str(error.value) and UNKNOWN[kind][name] in str(error.value)
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_an_unknown_argument_or_attribute_is_refused_with_what_to_type(pipe, kind):
+    uses = {
+        "call": lambda name: pipe(**CALL, **{name: 3.0}),
+        "from_pretrained": lambda name: pipe.from_pretrained("a", **{name: "x"}),
+        "attribute": lambda name: getattr(pipe, name),
+    }
+    for name, advice in UNKNOWN[kind].items():
+        with pytest.raises(AttributeError if kind == "attribute" else TypeError) as error:
+            uses[kind](name)
+        assert name in str(error.value) and advice in str(error.value)

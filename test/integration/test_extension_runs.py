@@ -1,11 +1,11 @@
 """A tiny video made longer by three windows: what is kept is kept bit for bit, and the sound has no
-seam. Interrupted, killed, guided, and on more ranks: test/slow/test_extension_runs.py."""
+seam. Killed, guided, and on more ranks: test/slow/test_extension_runs.py."""
 
 import av
 import longer_film
 import pytest
 import torch
-from helpers import one_thread, read_video, tone  # noqa: F401
+from helpers import one_thread, read_video  # noqa: F401
 from jobs import replace
 from longer_film import FRAMES, RATE, longer, made, source
 
@@ -17,55 +17,55 @@ film, prepared, engine = longer_film.film, longer_film.prepared, longer_film.eng
 after = longer_film.after
 
 
-def test_the_files_frames_are_kept_bit_for_bit_and_new_ones_follow(film, after):
+def test_the_files_frames_are_kept_bit_for_bit_new_ones_follow_and_the_sound_is_decoded_as_a_whole(
+    engine, film, after, tmp_path
+):
     assert len(longer(film, 1.0).stages) == 3
     assert after.frames.shape == (FRAMES + 24, 64, 64, 3)
     assert torch.equal(after.frames[:FRAMES], source(film))
     assert not torch.equal(after.frames[FRAMES], after.frames[FRAMES - 1])
-    assert after.waveform.shape[1] == pytest.approx(54 / RATE * after.sample_rate, rel=0.02)
+    waveform = after.waveform
+    assert waveform.shape[1] == pytest.approx(54 / RATE * after.sample_rate, rel=0.02)
+    assert torch.equal(waveform, engine.host.decode_audio(after.tensors["s1_audio"])[:, : waveform.shape[1]])
+    made(engine, longer(film, 1.0), write=lambda clip: clip.write(tmp_path / "longer.mp4"))
+    assert read_video(tmp_path / "longer.mp4")["video_seconds"] == (FRAMES + 24) / RATE
 
 
 def test_below_0_they_are_made_before_the_first_one(engine, film):
     result = made(engine, longer(film, -17 / RATE))
     assert len(longer(film, -17 / RATE).stages) == 3
     assert torch.equal(result.frames[17:], source(film)) and len(result.frames) == 17 + FRAMES
-    extension = result.job.extension
-    audio = result.tensors["s1_audio"][:, :, extension.known_audio]
-    assert torch.equal(audio, result.tensors["audio_latent"][:, :, extension.known_audio])
+    known = result.job.extension.known_audio
+    assert torch.equal(result.tensors["s1_audio"][:, :, known], result.tensors["audio_latent"][:, :, known])
 
 
-def test_held_latents_are_the_known_ones_and_noise_is_drawn_for_each_window(film, after):
+def test_held_latents_are_the_known_ones_and_noise_is_drawn_for_each_window(after):
     tensors = after.tensors
     for name, known in (("video", "known_video"), ("audio", "known_audio")):
-        held = getattr(after.job.extension, known)
-        joined = tensors[f"s1_{name}"]
-        assert torch.equal(joined[:, :, held], tensors[f"{name}_latent"][:, :, held])
-        assert tensors[f"{name}_latent"][:, :, held].abs().sum() > 0
-    new = [tensors[f"window_{n}_video"][:, :, -1] for n in (1, 2, 3)]
+        held, given = getattr(after.job.extension, known), tensors[f"{name}_latent"]
+        assert torch.equal(tensors[f"s1_{name}"][:, :, held], given[:, :, held])
+        assert given[:, :, held].abs().sum() > 0
+    windows = [tensors[f"window_{n}_video"] for n in (1, 2, 3)]
+    new = [window[:, :, -1] for window in windows]
     assert torch.equal(tensors["s1_video"][:, :, -3:], torch.stack(new, 2))
     assert not torch.equal(new[0], new[1]) and not torch.equal(new[1], new[2])
-    for n in (2, 3):  # what it holds is what the window before it made
-        before, window = tensors[f"window_{n - 1}_video"], tensors[f"window_{n}_video"]
+    for before, window in zip(windows, windows[1:], strict=False):  # what it holds is what the one before it made
         assert torch.equal(window[:, :, :-1], before[:, :, 1:])
-
-
-def test_the_sound_is_decoded_as_a_whole(engine, after):
-    audio, waveform = after.tensors["s1_audio"], after.waveform
-    assert torch.equal(waveform, engine.host.decode_audio(audio)[:, : waveform.shape[1]])
 
 
 def test_the_known_latents_are_of_the_frames_and_the_sound_next_to_the_new_ones(engine, film):
     tail = pixels_of(list(first_frames(film, ""))[-17:], 64, 64)
     known = encode_inputs.encode(engine.host, longer(film, 1.0))
-    assert torch.equal(known["video_latent"][:, :, :3], engine.host.encode_video(tail))
-    assert known["video_latent"].shape[2] == 3 + 3 and not known["video_latent"][:, :, 3:].any()
+    video, audio = known["video_latent"], known["audio_latent"]
+    assert torch.equal(video[:, :, :3], engine.host.encode_video(tail))
+    assert video.shape[2] == 3 + 3 and not video[:, :, 3:].any()
     sound = read_sound(film, "")
     _, latent = engine.host.encode_audio(sound._replace(samples=sound.samples[:, :60000]))
-    assert torch.equal(known["audio_latent"][:, :, :31], latent[:, :, :31])
-    assert known["audio_latent"].shape[2] == 56 and not known["audio_latent"][:, :, 32:].any()
+    assert torch.equal(audio[:, :, :31], latent[:, :, :31])
+    assert audio.shape[2] == 56 and not audio[:, :, 32:].any()
 
 
-def test_a_film_without_sound_goes_on_from_silence(engine, film, tmp_path, capsys):
+def test_a_film_without_sound_goes_on_from_silence_and_one_with_fewer_frames_is_refused(engine, film, tmp_path, capsys):
     path = tmp_path / "silent.mp4"
     with av.open(str(film)) as source, av.open(str(path), "w") as silent:
         copied = silent.add_stream_from_template(source.streams.video[0])
@@ -77,15 +77,6 @@ def test_a_film_without_sound_goes_on_from_silence(engine, film, tmp_path, capsy
     assert "has no sound: the new part continues from silence" in capsys.readouterr().out
     _, silence = engine.host.encode_audio(Sound(torch.zeros(2, 48000), 16000))
     assert torch.allclose(known[:, :, 30:50], silence[:, :, 30:50], atol=1e-5)
-
-
-def test_it_is_written_as_it_is_decoded(engine, film, tmp_path):
-    path = tmp_path / "longer.mp4"
-    made(engine, longer(film, 1.0), write=lambda clip: clip.write(path))
-    assert read_video(path)["video_seconds"] == (FRAMES + 24) / RATE
-
-
-def test_a_file_that_has_fewer_frames_than_it_says_is_refused(film, engine):
     job = longer(film, 1.0)
     job = replace(job, retake=replace(job.retake, source_frames=FRAMES + 1))
     with pytest.raises(UserError, match="got 30 frames, wanted 31"):

@@ -6,15 +6,12 @@ import signal
 import time
 
 import pytest
-import torch
 from helpers import allowed, ended
-from jobs import make_job
 from runs import TP, undisturbed
 
 from ltx_neuron.denoise import StageRun
 from ltx_neuron.engine.outputs import LOG_SUFFIX
-from ltx_neuron.engine.resume import SUFFIX, restore_state
-from ltx_neuron.errors import UserError
+from ltx_neuron.engine.resume import SUFFIX
 from ltx_neuron.files import MARK
 
 SOON = 10  # seconds until a run with a broken rank has ended
@@ -39,9 +36,9 @@ def test_a_rank_killed_in_stage_2_loses_nothing_and_resume_makes_the_same_bytes(
         patch.setattr(StageRun, "step", kill)
         assert run.here(tmp_path) == 1
     assert time.monotonic() - killed[0] < allowed(SOON)
-    said = capfd.readouterr().err
-    assert "rank 1 of 2 failed: the process was killed (SIGKILL)" in said
-    assert "Traceback" not in said and "the same command with --resume" in said
+    printed = capfd.readouterr().err
+    assert "rank 1 of 2 failed: the process was killed (SIGKILL)" in printed
+    assert "Traceback" not in printed and "the same command with --resume" in printed
     assert len(ranks) == TP and ended(ranks)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fox" + LOG_SUFFIX, "fox" + SUFFIX]
     log = (tmp_path / ("fox" + LOG_SUFFIX)).read_text()
@@ -56,26 +53,20 @@ def test_a_rank_killed_in_stage_2_loses_nothing_and_resume_makes_the_same_bytes(
 
 def test_the_decoding_alone_runs_again_from_saved_tensors(run, tmp_path, capsys):
     assert run.here(tmp_path, resume=run.tensors) == 0
-    said = capsys.readouterr().out
-    assert "the decoding is left" in said and "load_transformer" not in said
+    printed = capsys.readouterr().out
+    assert "the decoding is left" in printed and "load_transformer" not in printed
     assert (tmp_path / "fox.mp4").read_bytes() == run.wanted
 
 
-def test_another_runs_latents_are_refused_by_the_flags_that_differ(run, tmp_path, capsys):
-    assert run.here(tmp_path, resume=run.tensors, seed=11, prompt="a blue fox") == 2
+def test_another_runs_latents_and_what_is_no_state_are_refused(run, tmp_path, tiny, capsys):
+    out, text = tmp_path / "out", tmp_path / "text"
+    out.mkdir()
+    text.write_bytes(b"no safetensors file")
+    assert run.here(out, resume=run.tensors, seed=11, prompt="a blue fox") == 2
     differ = "prompt: got a red fox, wanted a blue fox; seed: got 10, wanted 11"
     assert f"is from another run: {differ}" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_what_is_no_state_of_a_run_is_refused(run, tmp_path, tiny, capsys):
-    assert run.here(tmp_path / "out", resume=tiny.lora) == 2
-    said = capsys.readouterr().err
-    assert "leave" in said and "to start over" in said and "Traceback" not in said
-
-
-@pytest.mark.parametrize("content", [b"", b"no safetensors file"])
-def test_what_is_no_safetensors_file_is_no_state(tmp_path, content):
-    (tmp_path / "state").write_bytes(content)
-    with pytest.raises(UserError, match="leave --resume out to start over"):
-        restore_state(tmp_path / "state", make_job("a red fox"), {}, torch.float32)
+    for state in (tiny.lora, text):
+        assert run.here(out, resume=state) == 2
+        printed = capsys.readouterr().err
+        assert "leave" in printed and "to start over" in printed and "Traceback" not in printed
+    assert list(out.iterdir()) == []

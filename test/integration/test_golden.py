@@ -1,15 +1,14 @@
-"""The five scripts, run as a user runs them, and engines, against records of ltx-pipelines (records.py):
-text, images, guidance, LoRAs, upscaling and HQ. Other degrees, sizes and models: test/slow/test_golden.py;
-other inputs: test_golden_inputs.py."""
+"""The five scripts, run as a user runs them, and engines, against records of ltx-pipelines (records.py). Other
+degrees, sizes and models, dubbing, voices and bfloat16: test/slow/test_golden.py."""
 
 from types import SimpleNamespace
 
 import golden_runs
 import pytest
 import torch
-from golden_jobs import JOBS
-from golden_runs import assert_has_the_size_of_the_job, assert_is_recorded
-from helpers import one_thread  # noqa: F401
+from golden_jobs import FP32, JOBS
+from golden_runs import assert_has_the_size_of_the_job, assert_is_recorded, assert_tail_is_cut
+from helpers import STREAMS, one_thread, rel  # noqa: F401
 from jobs import replace
 from records import FOLDER
 from safetensors import safe_open
@@ -23,11 +22,7 @@ from ltx_neuron.sampling.compat import COMPAT, FOLLOWED
 
 runs, text_to_video = golden_runs.runs, golden_runs.text_to_video  # fixtures
 
-
-# --- the records ----------------------------------------------------------------------------------
-
-
-# Records that one test alone reads
+# Records that one test alone reads.
 OF_ONE_TEST = {"diffusion_decoder": "1.2.0", "duration_head": "1.2.0", "ltx25_stage_1": "1.2.0"}
 OF_ONE_TEST |= {"diffusion_keyframes": FOLLOWED}
 
@@ -42,28 +37,16 @@ def test_records_are_of_the_release_that_the_project_follows_or_of_the_one_in_th
     assert releases == named | OF_ONE_TEST
 
 
-# --- by the scripts, on four ranks ----------------------------------------------------------------
-
-
-def test_text_to_video_equals_ltx_pipelines(text_to_video):
+def test_text_to_video_by_the_scripts_on_four_ranks_equals_ltx_pipelines(text_to_video, runs):
+    """A warm step sends nothing, and the report names every phase with its memory."""
     assert_is_recorded("text_to_video", text_to_video.tensors)
-
-
-def test_a_warm_step_sends_nothing_and_the_report_names_every_phase_with_its_memory(text_to_video):
+    assert_has_the_size_of_the_job(text_to_video.video, runs.job("text_to_video"))
     perf = text_to_video.perf
     assert perf["bytes_to_device_per_step"] == 0
-    assert {phase["name"] for phase in perf["phases"]} == {*PHASES} - {
-        *("warmup", "encode_inputs", "load_vae", "write_wav", "denoise_stage_3")
-    }
+    absent = {"warmup", "encode_inputs", "load_vae", "write_wav", "denoise_stage_3"}
+    assert {phase["name"] for phase in perf["phases"]} == {*PHASES} - absent
     assert all(phase["peak_rss_bytes"] > 0 for phase in perf["phases"])
     assert {stage: len(steps) for stage, steps in perf["denoise_steps_ms"].items()} == {"stage_1": 8, "stage_2": 3}
-
-
-def test_the_video_has_the_size_rate_and_length_of_the_job(text_to_video, runs):
-    assert_has_the_size_of_the_job(text_to_video.video, runs.job("text_to_video"))
-
-
-# --- by engines -----------------------------------------------------------------------------------
 
 
 def test_an_image_held_in_part_equals_ltx_pipelines_of_each_release(runs):
@@ -86,19 +69,14 @@ def test_a_single_frame_equals_ltx_pipelines_and_is_a_file_of_one_picture_with_s
     assert_has_the_size_of_the_job(tmp_path / "one.mp4", job)
 
 
-ONE, DIVIDED = {}, dict(tp=2, blocks=2, settings=("sequence_parallel=true",))
+DIVIDED = dict(tp=2, blocks=2, settings=("sequence_parallel=true",))
 
 
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [
-        ("guided", ONE),
+        *[(name, {}) for name in ("guided", "guided_by_fewer_terms", "upscaled", "lora_and_images", "hq", "nag")],
         ("guided", DIVIDED),
-        ("guided_by_fewer_terms", ONE),
-        ("upscaled", ONE),
-        ("lora_and_images", ONE),
-        ("hq", ONE),
-        ("nag", ONE),
     ],
     ids=lambda value: ("two ranks" if value else "one rank") if isinstance(value, dict) else value,
 )
@@ -109,10 +87,67 @@ def test_a_recipe_equals_ltx_pipelines(runs, name, ranks):
         runs.engine("four", **ranks).close()
 
 
-def test_guidance_of_other_terms_runs_on_the_same_graphs(runs):
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("audio_to_video", "audio_to_video_images", "audio_to_video_guided"),
+        *("retake", "retake_video", "retake_audio", "retake_video_of_1_2_0", "retake_audio_of_1_2_0"),
+        *("retake_short_sound", "retake_without_sound", "extend"),
+        *("ic_lora", "ic_lora_scaled", "keyframe_interpolation"),
+    ],
+)
+def test_a_job_equals_ltx_pipelines(runs, name):
+    got = runs.generate(name)
+    assert_is_recorded(name, got)
+    if name.startswith("audio_to_video"):  # the input is kept in every stage
+        assert all(torch.equal(got[stage], got["audio_latent"]) for stage in {"s1_audio", "s2_audio"} & got.keys())
+
+
+# --- what a record does not show ------------------------------------------------------------------
+
+
+def source_frames(got: dict, stream: str) -> list[int]:
+    """Which latent frames are the file's, bit for bit."""
+    latent, source = got[f"s1_{stream}"], got[f"{stream}_latent"]
+    return [i for i in range(latent.shape[2]) if torch.equal(latent[:, :, i], source[:, :, i])]
+
+
+def test_a_retake_keeps_what_is_outside_its_seconds_and_makes_a_sound_where_there_is_none(runs):
+    got = runs.generate("retake")
+    assert source_frames(got, "video") == [0, 2]
+    assert source_frames(got, "audio") == [*range(3), *range(6, 21)]  # 40 ms each, from -30 ms on
+    # Zeros are kept behind a sound that ends early.
+    assert (runs.generate("retake_short_sound")["audio_latent"][:, :, -1] == 0).all()
+    assert "audio_latent" not in runs.generate("retake_without_sound")
+
+
+@pytest.mark.parametrize(("stream", "other"), [STREAMS, STREAMS[::-1]])
+def test_a_retake_of_one_stream_keeps_the_other(runs, stream, other):
+    """It begins clean by default, as in 1.0.0, and as noise in 1.1.0 to 1.2.0, where it ends within
+    rounding."""
+    got, as_noise = runs.generate(f"retake_{stream}"), runs.generate(f"retake_{stream}_of_1_2_0")
+    assert torch.equal(got[f"s1_{other}"], got[f"{other}_latent"])
+    assert rel(as_noise[f"s1_{other}"], got[f"{other}_latent"]) < FP32
+
+
+def test_a_scaled_reference_has_fewer_tokens_and_a_tile_over_the_canvas_changes_no_bit(runs):
+    got, job = runs.generate("ic_lora_scaled"), runs.job("ic_lora_scaled")
+    assert got["reference_latent"].shape == (1, 128, 2, 1, 1) and "s2_video" not in got
+    tiled = runs.run(runs.engine(), replace(job, tile=True, tile_height=64, tile_width=64))
+    assert all(torch.equal(tiled[name], tensor) for name, tensor in got.items())
+
+
+def test_what_a_tail_leaves_is_the_beginning_of_the_longer_video(runs):
+    """Of masked references behind a guide in the last kept frame, in two stages."""
+    assert_tail_is_cut(runs.engine(), runs.job("ic_lora"))
+
+
+def test_guidance_of_other_terms_runs_on_the_same_graphs_and_its_defaults_are_the_model_versions(runs):
     workspace = runs.engine("four").workspace
     one, other = (workspace.dit_graphs(runs.job(name).buckets) for name in ("guided", "guided_by_fewer_terms"))
     assert build.make(workspace, one) == build.make(workspace, other)
+    with pytest.raises(UserError, match="28: this model has blocks 0..3"):  # its STG block, of 48
+        runs.run(runs.engine("four"), replace(runs.job("guided"), guidance=None))
 
 
 def test_two_guidance_groups_make_the_bits_of_one_and_go_on_as_one(runs, capfd):
@@ -126,12 +161,6 @@ def test_two_guidance_groups_make_the_bits_of_one_and_go_on_as_one(runs, capfd):
             two.residency.ranks.groups[2]._processes[0].kill()
     assert "group 2 lost after stage 1 (rank 0 of 1 failed: the process" in capfd.readouterr().err
     two.close()
-
-
-def test_the_default_guidance_is_that_of_the_model_version(runs):
-    job = replace(runs.job("guided"), guidance=None)
-    with pytest.raises(UserError, match="28: this model has blocks 0..3"):  # its STG block, of 48
-        runs.run(runs.engine("four"), job)
 
 
 def test_ranks_that_end_with_different_latents_are_an_error():

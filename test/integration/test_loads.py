@@ -39,17 +39,20 @@ class Event(NamedTuple):
 
 
 class Watched(Recorder):
-    """A recorder that also appends an event when a phase begins."""
+    """A recorder that also notes what is loaded in which phase."""
 
-    def __init__(self, events: list[Event]):
+    def __init__(self):
         super().__init__()
-        self.events, self.now = events, None
+        self.events, self.now = [], None
+
+    def note(self, what: object) -> None:
+        self.events.append(Event(self.now, str(what)))
 
     @contextmanager
     def phase(self, name: str, shown: bool = True):
         with super().phase(name, shown):
             self.now = name
-            self.events.append(Event(name, ""))
+            self.note("")
             yield
             self.now = None
 
@@ -57,27 +60,24 @@ class Watched(Recorder):
 @pytest.fixture(scope="module")
 def events(scripts, tiny) -> list[Event]:
     """What a batch of two-stage jobs loads, and the phases it goes through, in order."""
-    how = {"recipe": "dev", "num_inference_steps": 2, "guidance": GUIDANCE}
-    how["stage_2_loras"] = (Lora(tiny.lora, 0.8),)
+    how = {"recipe": "dev", "num_inference_steps": 2, "guidance": GUIDANCE, "stage_2_loras": (Lora(tiny.lora, 0.8),)}
     jobs = [make_job(prompt, SIZE, seed, **how) for seed, prompt in enumerate(PROMPTS)]
     threads, setup = torch.get_num_threads(), prepared(scripts, tiny)
     where = setup.artifacts, TP, "float32", tiny.gemma_root
     workspace = Workspace(tiny.checkpoint, resolve("cpu", setup.settings), *where)
     build.make(workspace, workspace.weight_sets("dit", {stage.loras for stage in jobs[0].stages}))
     build.make(workspace, workspace.dit_graphs(jobs[0].buckets))
-
-    events = []
-    recorder, call, read = Watched(events), TorchDistRanks._call, TensorFile.read
+    recorder, call, read = Watched(), TorchDistRanks._call, TensorFile.read
 
     def seen_call(ranks, method, **arguments):
         if "weights" in arguments:
-            events.append(Event(recorder.now, str(arguments["weights"])))
+            recorder.note(arguments["weights"])
         return call(ranks, method, **arguments)
 
     def seen_read(file, name, start=0, stop=None):
         # Reading single rows is looking up a prompt's tokens.
         if stop is None and not any(part in name for part in OF_SEVERAL):
-            events.append(Event(recorder.now, f"{file.path}: {name}"))
+            recorder.note(f"{file.path}: {name}")
         return read(file, name, start, stop)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -86,20 +86,21 @@ def events(scripts, tiny) -> list[Event]:
         options = RunOptions(neuron_gemma=True, spatial_upsampler_path=tiny.spatial_upsampler)
         with Engine(workspace, recorder, options) as engine:
             engine.progress = False
-            frames = [len(result.frames) for result in engine.run(jobs)]
-    assert frames == [SIZE.num_frames] * len(PROMPTS)
+            assert [len(result.frames) for result in engine.run(jobs)] == [SIZE.num_frames] * len(PROMPTS)
     torch.set_num_threads(threads)
-    return events
+    return recorder.events
 
 
-def test_every_weight_is_loaded_once(events, tiny):
+def test_every_weight_is_loaded_once_and_the_hosts_in_the_phases_that_use_them(events, tiny):
     counts = Counter(event.what for event in events if event.what)
     assert {what: count for what, count in counts.items() if count != 1} == {}
     read = {what.split(": ")[1].split(".")[0] for what in counts if what.startswith(str(tiny.checkpoint))}
     assert read == {"vae", "audio_vae", "vocoder"}
     assert any(what.startswith(str(tiny.spatial_upsampler)) for what in counts)
-    on_ranks = [what for what in counts if ": " not in what]
-    assert len(on_ranks) == 3  # Gemma3, the DiT, the DiT with the distilled LoRA
+    assert sum(": " not in what for what in counts) == 3  # Gemma3, the DiT, the DiT with the distilled LoRA
+    files = str(tiny.checkpoint), str(tiny.spatial_upsampler)
+    phases = {event.phase for event in events if event.what.startswith(files)}
+    assert phases == {"upsample", "decode_video", "decode_audio"}
 
 
 def test_between_the_stages_nothing_happens_but_upsampling(events):
@@ -114,8 +115,7 @@ def test_between_the_stages_nothing_happens_but_upsampling(events):
         "unload_transformer",
         *decode,
     ]
-    phases = [phase for phase, _ in groupby(event.phase for event in events)]
-    assert phases == wanted
+    assert [phase for phase, _ in groupby(event.phase for event in events)] == wanted
 
 
 def test_adaln_is_read_for_the_first_clip_of_a_stage_alone(events):
@@ -123,9 +123,3 @@ def test_adaln_is_read_for_the_first_clip_of_a_stage_alone(events):
     reads = [first for first, event in enumerate(events) if "host.safetensors: " in event.what]
     assert any(first < clips[0] for first in reads)
     assert {first < clips[1] for first in reads if first > clips[0]} == {True}
-
-
-def test_models_of_the_host_are_loaded_in_the_phases_that_use_them(events, tiny):
-    files = str(tiny.checkpoint), str(tiny.spatial_upsampler)
-    phases = {event.phase for event in events if event.what.startswith(files)}
-    assert phases == {"upsample", "decode_video", "decode_audio"}

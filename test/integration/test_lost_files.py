@@ -3,7 +3,7 @@ batch and in the service."""
 
 import json
 import shutil
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -12,9 +12,7 @@ from jobs import make_job
 
 from ltx_neuron import batch, flags
 from ltx_neuron.artifacts import build
-from ltx_neuron.batch import RESULTS
 from ltx_neuron.engine.outputs import run_identity
-from ltx_neuron.errors import UserError
 from ltx_neuron.job import Size
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.service.queue import NewJob, Queue
@@ -33,8 +31,7 @@ def engine(tiny, artifacts):
     build.make(workspace, workspace.dit_graphs([*job.buckets]))
     with opened_engine(workspace, tiny) as engine:
         for name in NAMES:
-            named = make_job(name, SIZE)
-            give_contexts(engine, named, lambda prompt: drawn(workspace, ord(prompt)))
+            give_contexts(engine, make_job(name, SIZE), lambda prompt: drawn(workspace, ord(prompt)))
         yield engine
 
 
@@ -43,9 +40,8 @@ def pictures(tiny, tmp_path) -> dict[str, Path]:
     return {name: Path(shutil.copy(tiny.image, tmp_path / f"{name}.png")) for name in NAMES}
 
 
-@contextmanager
-def at_the_first_step(engine, action):
-    """Does something once while the first job is denoised."""
+def at_the_first_step(engine, action) -> None:
+    """Do something once while the first job is denoised."""
     before, todo = engine.on_step_end, [action]
 
     def on_step_end(stage, number):
@@ -55,47 +51,44 @@ def at_the_first_step(engine, action):
             before(stage, number)
 
     engine.on_step_end = on_step_end
-    yield
-    engine.on_step_end = before
 
 
 def lines_of(engine, pictures, folder: Path):
     """The lines of a prompts file with a picture each, as the command reads them."""
-    file = folder / "jobs.jsonl"
+    file, parser = folder / "jobs.jsonl", flags.Parser()
     size = {name: getattr(SIZE, name) for name in ("height", "width", "num_frames")}
-    lines = [{"prompt": name, "image": str(path), **size} for name, path in pictures.items()]
-    file.write_text("\n".join(map(json.dumps, lines)))
-    parser = flags.Parser()
+    file.write_text("\n".join(json.dumps({"prompt": n, "image": str(path), **size}) for n, path in pictures.items()))
     flags.add_job(parser)
     args = parser.parse_args([])
     args.recipe, args.prompts_file = "distilled", file
     return flags.lines(args, engine.workspace, folder / "out")
 
 
-def ran(engine, lines, folder: Path) -> list[dict]:
-    return batch.run(
+def statuses(engine, lines, folder: Path) -> list[str]:
+    """Of the lines, once they have run."""
+    entries = batch.run(
         lines,
         engine,
         folder / "out",
         lambda clip, path: clip.write(path),
         lambda job: run_identity(job, engine.workspace, engine.options),
     )
+    engine.on_step_end = None
+    return [entry["status"] for entry in entries]
 
 
 def test_a_picture_that_vanishes_fails_its_line_alone_and_finished_lines_need_none(engine, pictures, tmp_path, capsys):
     lines = lines_of(engine, pictures, tmp_path)
-    with at_the_first_step(engine, pictures["b"].unlink):
-        entries = ran(engine, lines, tmp_path)
-    assert [entry["status"] for entry in entries] == STATUSES
+    at_the_first_step(engine, pictures["b"].unlink)
+    assert statuses(engine, lines, tmp_path) == STATUSES
     assert f"line 2 failed: there is no image {pictures['b']}" in capsys.readouterr().out
 
     def again() -> list[str]:
-        made = [path.stat().st_mtime_ns for path in sorted((tmp_path / "out").glob("*.mp4"))]
-        entries = ran(engine, lines_of(engine, pictures, tmp_path), tmp_path)
-        assert made == [
-            path.stat().st_mtime_ns for path in sorted((tmp_path / "out").glob("*.mp4")) if path.name != "0002.mp4"
-        ]
-        return [entry["status"] for entry in entries]
+        finished = list((tmp_path / "out").glob("*.mp4"))
+        before = [path.stat().st_mtime_ns for path in finished]
+        result = statuses(engine, lines_of(engine, pictures, tmp_path), tmp_path)
+        assert len(finished) == 2 and before == [path.stat().st_mtime_ns for path in finished]
+        return result
 
     pictures["a"].unlink()  # of a finished line
     pictures["b"].write_bytes(b"damaged")
@@ -105,59 +98,23 @@ def test_a_picture_that_vanishes_fails_its_line_alone_and_finished_lines_need_no
     assert again() == ["done"] * 3
 
 
-def test_a_finished_line_whose_text_changed_needs_its_picture(engine, pictures, tmp_path):
-    (tmp_path / "out").mkdir()
-    done = lines_of(engine, pictures, tmp_path)
-    entries = [
-        {"line": n, "digest": each.digest, "typed": each.typed, "status": "done"} for n, each in enumerate(done, 1)
-    ]
-    (tmp_path / "out" / RESULTS).write_text(json.dumps({"lines": entries}))
-    for each in done:
-        (tmp_path / "out" / each.file).write_bytes(b"")
-    pictures["a"].unlink()
-    results = batch.Results(tmp_path / "out", lines_of(engine, pictures, tmp_path))
-    assert [entry["status"] for entry in results.entries.values()] == ["done"] * 3
-    changed = {"aa": pictures["a"], "b": pictures["b"], "c": pictures["c"]}
-    results = batch.Results(tmp_path / "out", lines_of(engine, changed, tmp_path))
-    assert results.entries[1]["status"] == "failed" and "a.png" in results.entries[1]["error"]
-
-
-def test_before_a_batch_begins_every_bad_line_is_said_by_its_number(engine, pictures, tmp_path):
-    pictures["a"].write_bytes(b"damaged")
-    pictures["c"].unlink()
-    with pytest.raises(UserError) as error:
-        lines_of(engine, pictures, tmp_path)
-    said = str(error.value).splitlines()
-    assert said[0].endswith("nothing was run.")
-    assert said[1].startswith(f"line 1: {pictures['a']} cannot be read as an image")
-    assert any(line.startswith(f"line 3: --image {pictures['c']}: no such file") for line in said)
-    assert not (tmp_path / "out").exists()
-
-
-def submitted(queue: Queue, engine, pictures) -> list[str]:
-    ids = []
-    for name, path in pictures.items():
-        id = queue.new_id()
-        queue.folder_of(id).mkdir()
-        shutil.copy(path, queue.folder_of(id) / "image-0.png")
-        job = make_job(name, SIZE, images=(ImageCondition("image-0.png"),))
-        queue.submit(NewJob(id, "ada", "", "key", job.to_line(), {}))
-        ids.append(id)
-    return ids
-
-
 @pytest.mark.parametrize("claimed", [False, True])
 def test_the_service_fails_a_job_whose_picture_vanished_and_keeps_its_engine(engine, pictures, tmp_path, claimed):
     with closing(Queue(tmp_path / "queue.sqlite", tmp_path / "jobs")) as queue:
-        ids = submitted(queue, engine, pictures)
+        ids = []
+        for name, path in pictures.items():
+            ids.append(id := queue.new_id())
+            queue.folder_of(id).mkdir()
+            shutil.copy(path, queue.folder_of(id) / "image-0.png")
+            job = make_job(name, SIZE, images=(ImageCondition("image-0.png"),))
+            queue.submit(NewJob(id, "ada", "", "key", job.to_line(), {}))
         worker, lost = Worker(queue, engine, "worker"), queue.folder_of(ids[1]) / "image-0.png"
         worker.batch_key = "key"
         if claimed:
-            with at_the_first_step(engine, lost.unlink):
-                worker._run_batch()
+            at_the_first_step(engine, lost.unlink)
         else:
             lost.unlink()
-            worker._run_batch()
+        worker._run_batch()
         ended = [queue.get("ada", id) for id in ids]
         engine.on_step_end = engine.on_stage_end = None
     assert [job.status for job in ended] == ["completed", "failed", "completed"]

@@ -29,10 +29,12 @@ from ltx_neuron.plan import CoreMemory
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.conditions import Retake
 
+ON = RunOptions(neuron_vae=True)
+ENCODED = 1e-5  # convolutions and norms sum in another order
+
 
 def test_frames_are_the_host_decoders(tiny, artifacts):
-    names = "an odd number of tiles", "borders in rows, columns and time"
-    check_frames(opened(tiny, artifacts, 2), *names)
+    check_frames(opened(tiny, artifacts, 2), "an odd number of tiles", "borders in rows, columns and time")
 
 
 class Phases(Recorder):
@@ -49,8 +51,7 @@ class Phases(Recorder):
             yield
 
 
-DENOISE = ["denoise_stage_1"]
-DECODE = ["decode_video", "decode_audio"]
+DENOISE, DECODE = ["denoise_stage_1"], ["decode_video", "decode_audio"]
 ORDER = {
     # The decoder takes the transformer's place once, when all latents are there.
     "resident=false": [*DENOISE, "unload_transformer", "load_vae", *2 * DECODE],
@@ -69,7 +70,7 @@ def test_a_batch_loads_every_model_once_and_decodes_as_the_host_does(tiny, artif
         return call(ranks, method, **arguments)
 
     monkeypatch.setattr(TorchDistRanks, "_call", seen)
-    with Engine(workspace, phases, RunOptions(neuron_vae=True)) as engine:
+    with Engine(workspace, phases, ON) as engine:
         engine.progress = False
         results = list(engine.run(JOBS))
     folders = [workspace.dit_weights(), *map(workspace.weights, ("vae", *["sound"] * len(sound)))]
@@ -86,13 +87,12 @@ def test_a_batch_loads_every_model_once_and_decodes_as_the_host_does(tiny, artif
 
 def test_the_host_decodes_sound_while_the_ranks_decode_pictures(tiny, artifacts, monkeypatch):
     """Each waits for the other to have begun, so that one after the other would never end."""
-    workspace, both = prepared(tiny, artifacts, "overlap_decode=true"), threading.Barrier(2)
-    recorder, run = Recorder(), TorchDistRanks.run
-    met = []
+    workspace, both, recorder = prepared(tiny, artifacts, "overlap_decode=true"), threading.Barrier(2), Recorder()
+    run, met = TorchDistRanks.run, set()
 
     def meet(what: str) -> None:
         if what not in met:
-            met.append(what)
+            met.add(what)
             both.wait(timeout=60)
 
     def pictures(ranks, program, *given, **numbers):
@@ -101,7 +101,7 @@ def test_the_host_decodes_sound_while_the_ranks_decode_pictures(tiny, artifacts,
         return run(ranks, program, *given, **numbers)
 
     monkeypatch.setattr(TorchDistRanks, "run", pictures)
-    with Engine(workspace, recorder, RunOptions(neuron_vae=True)) as engine:
+    with Engine(workspace, recorder, ON) as engine:
         engine.progress, decode = False, engine.host.decode_audio
 
         def sound(latent, on_ranks):
@@ -110,62 +110,51 @@ def test_the_host_decodes_sound_while_the_ranks_decode_pictures(tiny, artifacts,
 
         monkeypatch.setattr(engine.host, "decode_audio", sound)
         (result,) = engine.run(JOBS[:1])
-    assert sorted(met) == ["pictures on the ranks", "sound on the host"]
+    assert met == {"pictures on the ranks", "sound on the host"}
     phases = {entry["name"]: entry for entry in recorder.report({}, "cpu", 2, {}, {})["phases"]}
-    shared = [phases[name].get("overlapped_seconds", 0) for name in DECODE]
-    assert max(shared) > 0 and result.waveform.abs().max() > 0
+    assert max(phases[name].get("overlapped_seconds", 0) for name in DECODE) > 0
+    assert result.waveform.abs().max() > 0
 
 
-def test_what_is_missing_is_named_with_the_command_that_makes_it(tiny, artifacts, tmp_path):
+def test_what_is_missing_or_cannot_be_run_is_refused_before_anything_loads(tiny, artifacts, tmp_path):
     with pytest.raises(UserError, match=r" shard vae --checkpoint-path"):
         opened(tiny, tmp_path, 2).weights("vae")
-    wanted = r" compile vae --checkpoint-path .* --height 64 --width 96 --num-frames 65"
-    with pytest.raises(UserError, match=wanted):
-        workspace = prepared(tiny, artifacts)
-        workspace.programs(workspace.decoder_graphs((9, 2, 3)))
-
-
-def test_a_decoder_that_the_ranks_cannot_run_is_refused_before_anything_loads(tiny, artifacts, tmp_path):
-    """And nothing refuses it without --neuron-vae."""
     workspace = prepared(tiny, artifacts)
-    changed = workspace.checkpoint.config["vae"] | {"causal_decoder": True}
-    path = tmp_path / "other.safetensors"
-    other = rewrite(tiny.checkpoint, path, lambda tensors: None, {"vae": changed})
+    with pytest.raises(UserError, match=r" compile vae --checkpoint-path .* --height 64 --width 96 --num-frames 65"):
+        workspace.programs(workspace.decoder_graphs((9, 2, 3)))
+    changed = {"vae": workspace.checkpoint.config["vae"] | {"causal_decoder": True}}
+    other = rewrite(tiny.checkpoint, tmp_path / "other.safetensors", lambda tensors: None, changed)
     causal = Workspace(other, workspace.profile, artifacts, 2, "float32", tiny.gemma_root)
-    for neuron_vae, said in ((True, "vae.causal_decoder is True"), (False, "shard transformer")):
-        with pytest.raises(UserError, match=said):
-            Engine(causal, Recorder(), RunOptions(neuron_vae=neuron_vae)).preflight.check(JOBS)
-
-
-ENCODED = 1e-5  # convolutions and norms sum in another order
+    for options, message in ((ON, "vae.causal_decoder is True"), (RunOptions(), "shard transformer")):
+        with pytest.raises(UserError, match=message):
+            Engine(causal, Recorder(), options).preflight.check(JOBS)
 
 
 def test_a_retake_is_encoded_beside_the_transformer_as_the_host_does(tiny, artifacts, tmp_path, monkeypatch, capsys):
     """Or by the host, where the encoder does not fit there."""
-    workspace = prepared(tiny, artifacts, "resident=true")
+    workspace, latents = prepared(tiny, artifacts, "resident=true"), []
     film = write_film(tmp_path / "film.mkv", picture_frames(9, 64, 96, 3))
     job = replace(JOBS[0], retake=Retake(film, 0.1, 0.2))
     build.make(workspace, workspace.dit_graphs(job.buckets))
     with pytest.raises(UserError, match=r" compile vae .* --video-path .*film\.mkv"):
-        Engine(workspace, Recorder(), RunOptions(neuron_vae=True)).preflight.check([job])
+        Engine(workspace, Recorder(), ON).preflight.check([job])
     build.make(workspace, workspace.encoder_graphs(job))
-    made = {}
-    for neuron_vae in (False, True):
+    for options in (RunOptions(), ON):
         phases = Phases()
-        with Engine(workspace, phases, RunOptions(neuron_vae=neuron_vae)) as engine:
+        with Engine(workspace, phases, options) as engine:
             engine.progress = False
-            (made[neuron_vae],) = engine.run([job], keep=True, decode=False)
-            assert ("video_encoder" in vars(engine.host)) != neuron_vae
+            (result,) = engine.run([job], keep=True, decode=False)
+            assert ("video_encoder" in vars(engine.host)) != options.neuron_vae
+        latents.append(result.tensors)
         begun = [name for name in phases.begun if name in ("encode_inputs", "load_vae", *DENOISE)]
-        assert begun[:2] == ["encode_inputs", "load_vae" if neuron_vae else DENOISE[0]]
-    theirs, ours = (made[neuron_vae].tensors for neuron_vae in (False, True))
+        assert begun[:2] == ["encode_inputs", "load_vae" if options.neuron_vae else DENOISE[0]]
+    theirs, ours = latents
     for name in ("video_latent", "s1_video"):
         assert 0 < rel(ours[name], theirs[name]) < ENCODED, name
 
-    preflight = Engine(workspace, Recorder(), RunOptions(neuron_vae=True)).preflight
+    preflight, with_encoder = Engine(workspace, Recorder(), ON).preflight, []
     preflight.check([job])
     assert preflight.encodes_on_ranks(job) and preflight.vae_stays
-    with_encoder = []
 
     def stays(memory: CoreMemory, profile) -> bool:
         with_encoder.append(memory.video_decoder)

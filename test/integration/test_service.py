@@ -12,32 +12,29 @@ from pathlib import Path
 
 import pytest
 from comfy_node import executed, loaded
+from conftest import needs
 from helpers import read_video, wait_for
 from PIL import Image
 from pydantic import TypeAdapter, ValidationError
 
-pytest.importorskip("fastapi", reason="an extra is not installed: pip install -e .[dev,serve]")
-pytest.importorskip("prometheus_client", reason="an extra is not installed: pip install -e .[dev,serve]")
+needs("fastapi", "prometheus_client", extras="dev,serve")
 
-import serving
-from serving import ASKED, TP, ask, stop_after, worker
+import serving  # noqa: E402
+from serving import ASKED, TP, ask, stop_after, worker  # noqa: E402
 
-from ltx_neuron.artifacts.workspace import Workspace
-from ltx_neuron.config.profiles import resolve
-from ltx_neuron.engine.run import Engine
-from ltx_neuron.host.arithmetic import choices_file
-from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.service import database
-from ltx_neuron.service.jobs import VIDEO
-from ltx_neuron.service.queue import Queue
-from ltx_neuron.service.server import MAX_CONNECTIONS
-from ltx_neuron.service.worker import Worker
+from ltx_neuron.artifacts.workspace import Workspace  # noqa: E402
+from ltx_neuron.config.profiles import resolve  # noqa: E402
+from ltx_neuron.engine.run import Engine  # noqa: E402
+from ltx_neuron.host.arithmetic import choices_file  # noqa: E402
+from ltx_neuron.report.recorder import Recorder  # noqa: E402
+from ltx_neuron.service import database  # noqa: E402
+from ltx_neuron.service.jobs import VIDEO  # noqa: E402
+from ltx_neuron.service.queue import Queue  # noqa: E402
+from ltx_neuron.service.server import MAX_CONNECTIONS  # noqa: E402
+from ltx_neuron.service.worker import Worker  # noqa: E402
 
-# The wire format lives on.
-pytestmark = pytest.mark.filterwarnings("ignore:The Sora API")
-
-# Fixtures.
-openai, setup, wanted, service = serving.openai, serving.setup, serving.wanted, serving.service
+pytestmark = pytest.mark.filterwarnings("ignore:The Sora API")  # the wire format lives on
+openai, setup, wanted, service = serving.openai, serving.setup, serving.wanted, serving.service  # fixtures
 
 
 # --- OpenAI's client ------------------------------------------------------------------------------
@@ -45,11 +42,12 @@ openai, setup, wanted, service = serving.openai, serving.setup, serving.wanted, 
 
 @pytest.fixture(scope="module")
 def videos(service, tiny, shared) -> list:
-    """What bob's client was answered for those of `wanted` but the first, once all are made."""
+    """What bob's client was answered for those of `wanted` but the first, once all are made: of two
+    stages, of a seed, of a picture that it holds, and of a sound that it is made for."""
     client = service.client("bob")
     with open(tiny.image, "rb") as file:
         held = {"prompt": "a golden retriever", "size": "64x64", "input_reference": file}
-        asked = [client.videos.create(**fields) for fields in (ASKED[1][0], ASKED[2][0], held)]
+        created = [client.videos.create(**fields) for fields in (ASKED[1][0], ASKED[2][0], held)]
     with open(serving.sound_file(shared), "rb") as file:
         answer = client._client.post(  # its method takes no other file
             service.url + "/videos",
@@ -57,12 +55,11 @@ def videos(service, tiny, shared) -> list:
             files={"audio_reference": file},
             headers=client.auth_headers,
         )
-    ids = [*(video.id for video in asked), answer.json()["id"]]
+    ids = [*(video.id for video in created), answer.json()["id"]]
     return [client.videos.poll(id, poll_interval_ms=100) for id in ids]
 
 
 def test_openais_client_gets_the_bytes_that_the_script_writes(service, wanted, videos):
-    """Of two stages, of a seed, of a picture that it holds, and of a sound that it is made for."""
     client = service.client("bob")
     for video, content in zip(videos, wanted[1:], strict=True):
         assert (video.status, video.progress, video.error) == ("completed", 100, None)
@@ -70,44 +67,46 @@ def test_openais_client_gets_the_bytes_that_the_script_writes(service, wanted, v
 
 
 def test_a_job_is_seen_listed_downloaded_and_deleted(openai, service, videos, tmp_path):
-    client = service.client("bob")
-    assert [v.id for v in client.videos.list(limit=2)] == [v.id for v in reversed(videos)]
-    assert [v.id for v in client.videos.list(order="asc")] == [v.id for v in videos]
-    path = tmp_path / "video.mp4"
-    client.videos.download_content(videos[1].id).write_to_file(path)
-    seen = read_video(path)
-    assert (seen["width"], seen["frame_count"], seen["audio_codec"]) == (64, 9, "aac")
-    thumbnail = client.videos.download_content(videos[1].id, variant="thumbnail").read()
+    client, path, ids = service.client("bob"), tmp_path / "video.mp4", [video.id for video in videos]
+    assert [v.id for v in client.videos.list(limit=2)] == ids[::-1]
+    assert [v.id for v in client.videos.list(order="asc")] == ids
+    client.videos.download_content(ids[1]).write_to_file(path)
+    facts = read_video(path)
+    assert (facts["width"], facts["frame_count"], facts["audio_codec"]) == (64, 9, "aac")
+    thumbnail = client.videos.download_content(ids[1], variant="thumbnail").read()
     assert Image.open(BytesIO(thumbnail)).size == (64, 64)
     more = client.videos.create_and_poll(**ASKED[0][0], poll_interval_ms=100)
     assert client.videos.delete(more.id).deleted
     with pytest.raises(openai.NotFoundError):
         client.videos.retrieve(more.id)
-    assert [v.id for v in client.videos.list()] == [v.id for v in reversed(videos)]
+    assert [v.id for v in client.videos.list()] == ids[::-1]
 
 
-def test_what_is_answered_is_openais_type_word_for_word(openai, service):
-    adapter = TypeAdapter(openai.types.Video)
-    client = service.client()
-    for raw in (
-        client.videos.with_raw_response.create(**ASKED[0][0]),
-        client.videos.with_raw_response.retrieve(client.videos.list(limit=1).data[0].id),
-    ):
+def test_answers_are_openais_type_and_a_key_makes_one_job_of_a_request_that_is_sent_twice(openai, service):
+    client, adapter = service.client(), TypeAdapter(openai.types.Video)
+    header = {"extra_headers": {"Idempotency-Key": "k"}}
+    created = client.videos.with_raw_response.create(**ASKED[0][0], **header)
+    id = created.http_response.json()["id"]
+    for raw in (created, client.videos.with_raw_response.retrieve(id)):
         with pytest.raises(ValidationError) as caught:
             adapter.validate_json(raw.content, strict=True)
         # Its sizes are Sora's four, 720x1280 and so on; a multiple of 32 is none of them.
         assert {error["loc"][0] for error in caught.value.errors()} == {"size"}
-        content = raw.http_response.json() | {"size": "720x1280"}
-        adapter.validate_json(json.dumps(content), strict=True)
+        adapter.validate_json(json.dumps(raw.http_response.json() | {"size": "720x1280"}), strict=True)
+    assert client.videos.create(**ASKED[0][0], **header).id == id
+    with pytest.raises(openai.ConflictError):
+        client.with_options(max_retries=0).videos.create(prompt="other", size="64x64", **header)
+    client.videos.delete(id)
 
 
 def test_the_model_says_which_sizes_are_compiled(openai, service):
-    (model,) = service.client().models.list().data
-    assert service.client().models.retrieve(model.id).id == model.id
+    client = service.client()
+    (model,) = client.models.list().data
+    assert client.models.retrieve(model.id).id == model.id
     sizes = {(s["size"], s["num_frames"], s["two_stage"]) for s in model.sizes}
     assert {("64x64", 9, False), ("128x128", 9, True), ("128x128", 9, False)} <= sizes
     with pytest.raises(openai.BadRequestError) as caught:
-        service.client().videos.create(prompt="waves", size="1280x720")
+        client.videos.create(prompt="waves", size="1280x720")
     assert caught.value.code == "profile_mismatch" and "64x64, 9 frames" in caught.value.message
 
 
@@ -120,16 +119,6 @@ def test_the_sync_route_and_the_comfyui_node_have_the_bytes_that_the_script_writ
     with loaded(tmp_path) as (module, comfy):
         outputs = executed(module, prompt=prompt, size=module.TYPED, **node)
     assert Path(outputs["path"]).read_bytes() == wanted[0] and comfy.seen[-1] == (100, 100)
-
-
-def test_a_key_makes_one_job_of_a_request_that_is_sent_twice(openai, service):
-    client = service.client("bob")
-    header = {"extra_headers": {"Idempotency-Key": "k"}}
-    first = client.videos.create(**ASKED[0][0], **header)
-    assert client.videos.create(**ASKED[0][0], **header).id == first.id
-    with pytest.raises(openai.ConflictError):
-        client.with_options(max_retries=0).videos.create(prompt="other", size="64x64", **header)
-    client.videos.delete(first.id)
 
 
 # --- what strangers send --------------------------------------------------------------------------
@@ -155,47 +144,47 @@ PATHS = [
     "/v1/videos/video_0/content?variant=../queue.sqlite",
     "/v1/videos/%ff%fe",
     "/v1/videos?after=%00&limit=1",
-    "/v1/videos?limit=1e9",
     "/v1/videos?order=sideways",
     "/v1/models/%2e%2e",
     "/v1/videos/video_" + "0" * 5000,
 ]
 
 
-def said(service, head: bytes, body: bytes = b"") -> bytes:
-    """What is answered to bytes that no client library would send."""
+def answer_to(service, head: str) -> bytes:
+    """What is answered to a request line that no client library would send."""
     host, port = service.url.split("/")[2].split(":")
-    token = service.tokens["ada"].encode()
+    lines = [head, f"Host: {host}", f"Authorization: Bearer {service.tokens['ada']}", "Connection: close", "", ""]
     with socket.create_connection((host, int(port)), timeout=60) as connection:
-        lines = [head, b"Host: " + host.encode(), b"Authorization: Bearer " + token]
-        lines += [b"Connection: close", b"Content-Length: %d" % len(body), b"", b""]
-        connection.sendall(b"\r\n".join(lines) + body)
-        answer = b""
-        while received := connection.recv(65536):
-            answer += received
-    return answer
+        connection.sendall("\r\n".join(lines).encode())
+        return b"".join(iter(lambda: connection.recv(65536), b""))
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_no_path_leads_to_a_file(service, path):
-    for method in ("GET", "DELETE"):
-        answer = said(service, f"{method} {path} HTTP/1.1".encode())
-        status = int(answer.split()[1])
-        assert 400 <= status < 500 and b"root:" not in answer and b"SQLite" not in answer
+def test_no_path_leads_to_a_file(service):
+    for path in PATHS:
+        for method in ("GET", "DELETE"):
+            answer = answer_to(service, f"{method} {path} HTTP/1.1")
+            assert 400 <= int(answer.split()[1]) < 500, path
+            assert b"root:" not in answer and b"SQLite" not in answer, path
 
 
 def test_requests_beyond_the_limit_of_connections_are_refused_until_others_close(service):
     host, port = service.url.split("/")[2].split(":")
     idle = [socket.create_connection((host, int(port))) for _ in range(MAX_CONNECTIONS)]
     try:
-        assert b" 503 " in said(service, b"GET /v1/models HTTP/1.1")[:20]
+        assert b" 503 " in answer_to(service, "GET /v1/models HTTP/1.1")[:20]
     finally:
         for connection in idle:
             connection.close()
-    wait_for(lambda: b" 200 " in said(service, b"GET /v1/models HTTP/1.1")[:20], every=0.5)
+    wait_for(lambda: b" 200 " in answer_to(service, "GET /v1/models HTTP/1.1")[:20], every=0.5)
 
 
 # --- one worker, in this process ------------------------------------------------------------------
+
+
+def run_until(working, *entries) -> None:
+    watching = stop_after(working, *entries)
+    working.run()
+    watching.join()
 
 
 def test_a_worker_stores_calibration_first_and_adds_up_the_seconds_of_its_work(tiny, tmp_path):
@@ -211,17 +200,17 @@ def test_a_worker_stores_calibration_first_and_adds_up_the_seconds_of_its_work(t
         # Else another process could choose otherwise, and the next worker go on to other bits.
         assert "float32_products" in choices_file(artifacts).read_text()
 
-        def decode_sound(until: threading.Event) -> None:
+        def decode_sound(begun: threading.Event) -> None:
             with engine.recorder.phase("decode_audio"):
-                until.set()
+                begun.set()
                 time.sleep(0.1)
 
         for seconds in (2.0, 3.0):
             with engine.recorder.phase("decode_video"):
-                until = threading.Event()
-                other = threading.Thread(target=decode_sound, args=(until,))
+                begun = threading.Event()
+                other = threading.Thread(target=decode_sound, args=(begun,))
                 other.start()
-                until.wait()
+                begun.wait()
                 other.join()
             engine.recorder.finished(seconds)
             working._keep_records()
@@ -232,11 +221,11 @@ def test_a_worker_stores_calibration_first_and_adds_up_the_seconds_of_its_work(t
 
 def test_a_worker_whose_leases_ended_on_a_full_disk_does_not_take_its_own_jobs(setup, tiny, tmp_path):
     with worker(setup, tiny, tmp_path) as (working, intake):
-        queue, asked = working.queue, ask(intake, 0)
+        queue, entry = working.queue, ask(intake, 0)
         working.batch_key = queue.next_batch_key()
         assert len(working._take()) == 1
         queue.monotonic = lambda: time.monotonic() + queue.lease + 1  # without a heartbeat
-        assert working._take() == [] and queue.get("ada", asked.id).attempt == 1
+        assert working._take() == [] and queue.get("ada", entry.id).attempt == 1
 
 
 def test_a_worker_waits_for_a_locked_database_and_one_attempt_outlives_a_clock_that_is_set(
@@ -245,8 +234,7 @@ def test_a_worker_waits_for_a_locked_database_and_one_attempt_outlives_a_clock_t
     monkeypatch.setattr(database, "_BUSY_SECONDS", 0.05)
     with worker(setup, tiny, tmp_path) as (working, intake):
         queue, moves = working.queue, [-3600.0, 7 * 86400.0, -1e9]
-        asked, after = ask(intake, 0), ask(intake, 2)
-        on_step_end = working.engine.on_step_end
+        entries, on_step_end = (ask(intake, 0), ask(intake, 2)), working.engine.on_step_end
 
         def move(stage, number):
             if moves:
@@ -258,24 +246,20 @@ def test_a_worker_waits_for_a_locked_database_and_one_attempt_outlives_a_clock_t
         working.engine.on_step_end = move
         other = sqlite3.connect(queue.database.path, isolation_level=None, check_same_thread=False)
         other.execute("BEGIN IMMEDIATE")
-        unlock = threading.Timer(5, other.execute, ("COMMIT",))
-        unlock.start()
-        watching = stop_after(working, asked, after)
-        working.run()
-        watching.join()
+        threading.Timer(5, other.execute, ("COMMIT",)).start()
+        run_until(working, *entries)
         other.close()
-        seen = [queue.get("ada", entry.id) for entry in (asked, after)]
-        assert [(entry.attempt, entry.crash_count) for entry in seen] == [(1, 0), (1, 0)]
-        assert (queue.folder_of(asked.id) / VIDEO).read_bytes() == wanted[0]
-    told = capsys.readouterr()
-    assert told.out.count("database is locked") == 1 and "Traceback" not in told.err
+        ended = [queue.get("ada", entry.id) for entry in entries]
+        assert [(entry.attempt, entry.crash_count) for entry in ended] == [(1, 0), (1, 0)]
+        assert (queue.folder_of(entries[0].id) / VIDEO).read_bytes() == wanted[0]
+    printed = capsys.readouterr()
+    assert printed.out.count("database is locked") == 1 and "Traceback" not in printed.err
 
 
 def test_a_job_cancelled_between_steps_ends_there_and_the_next_is_what_it_was(setup, tiny, wanted, tmp_path):
     with worker(setup, tiny, tmp_path) as (working, intake):
-        queue, steps = working.queue, []
+        queue, steps, on_step_end = working.queue, [], working.engine.on_step_end
         first, second = ask(intake, 0), ask(intake, 2)
-        on_step_end = working.engine.on_step_end
 
         def cancel(stage, number):
             steps.append((working.engine.job.prompt, number))
@@ -284,9 +268,7 @@ def test_a_job_cancelled_between_steps_ends_there_and_the_next_is_what_it_was(se
             on_step_end(stage, number)
 
         working.engine.on_step_end = cancel
-        watching = stop_after(working, second)
-        working.run()
-        watching.join()
+        run_until(working, second)
         assert [n for prompt, n in steps if prompt == ASKED[0][0]["prompt"]] == [0, 1, 2]
         assert (queue.folder_of(second.id) / VIDEO).read_bytes() == wanted[2]
         assert not queue.folder_of(first.id).exists()  # let go of

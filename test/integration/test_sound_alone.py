@@ -27,10 +27,9 @@ def engine_of(tiny, artifacts):
     """engine_of(): the engine, as if it were a new one."""
     workspace = opened_workspace(tiny, artifacts, 1)  # a block per graph is compiled sooner
     build.make(workspace, workspace.weight_sets("dit"))
-    for job in (VIDEO, ALONE):
-        build.make(workspace, workspace.dit_graphs(job.buckets))
     engine = opened_engine(workspace, tiny)
     for job in (VIDEO, ALONE):
+        build.make(workspace, workspace.dit_graphs(job.buckets))
         give_contexts(engine, job, lambda prompt: drawn(workspace, len(prompt)))
 
     def anew():
@@ -50,15 +49,13 @@ def alone(engine_of):
 
 
 def test_a_line_of_it_beside_a_video_is_its_single_run_bit_for_bit(engine_of, alone):
-    engine = engine_of()
-    (video,) = engine.run([VIDEO], decode=False)
+    (video,) = engine_of().run([VIDEO], decode=False)
     batch = engine_of()
     for jobs in ([ALONE], [VIDEO, ALONE], [ALONE, VIDEO]):  # a part of the weights, then all
         for result in batch.run(jobs, keep=True, decode=False):
             single = alone if result.job.sound_only else video
-            names = [name for name in result.tensors if name.startswith("s1_")]
-            assert names == [name for name in single.tensors if name.startswith("s1_")]
-            assert all(torch.equal(result.tensors[n], single.tensors[n]) for n in names)
+            got, wanted = ({n: t for n, t in one.tensors.items() if n[:3] == "s1_"} for one in (result, single))
+            assert got.keys() == wanted.keys() and all(torch.equal(got[name], wanted[name]) for name in got)
     assert "s1_video" not in alone.tensors and "frames" not in alone.tensors
 
 
@@ -88,16 +85,12 @@ def test_a_resumed_run_decodes_the_same_wav(engine_of, alone, tmp_path):
 
 
 def test_the_python_api_gives_its_waveform_and_writes_it(engine_of, alone, tmp_path):
-    engine = engine_of()
-    pipe = LTXPipeline(engine, "dev")
-    call = dict(num_frames=30, frame_rate=30.0, seed=3, num_inference_steps=2, guidance=GUIDANCE)
-    output = pipe("rain", sound_only=True, **call)
-    assert output.frames is None
+    pipe = LTXPipeline(engine_of(), "dev")
+    call = dict(num_frames=30, frame_rate=30.0, seed=3, num_inference_steps=2, guidance=GUIDANCE, sound_only=True)
+    output, latent = pipe("rain", **call), pipe("rain", output_type="latent", **call)
+    assert output.frames is latent.video_latent is None
     assert torch.equal(output.audio[0], alone.waveform)
-    made = pipe("rain", sound_only=True, output_type="wav", output_path=tmp_path / "out.wav", **call)
-    assert made.path.is_file()
-    latent = pipe("rain", sound_only=True, output_type="latent", **call)
-    assert latent.video_latent is None
     assert torch.equal(latent.audio_latent, alone.tensors["s1_audio"])
+    assert pipe("rain", output_type="wav", output_path=tmp_path / "out.wav", **call).path.is_file()
     with pytest.raises(Exception, match="output_type: unknown 'mp4'; known: pil, np, pt, latent, wav"):
-        pipe("rain", sound_only=True, output_type="mp4", output_path=tmp_path / "out.mp4", **call)
+        pipe("rain", output_type="mp4", output_path=tmp_path / "out.mp4", **call)

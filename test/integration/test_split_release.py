@@ -14,23 +14,21 @@ from ltx_neuron.pipeline import LTXPipeline
 runs = split_runs.runs  # a fixture
 
 
-def test_a_batchs_sidecars_have_the_sampler_the_decoder_and_the_files(runs, split):
+def test_a_batchs_sidecars_have_the_sampler_the_decoder_and_the_files(runs):
     assert len(runs.wanted) == len(LINES)
-    made = json.loads((runs.out / "0002.json").read_text())
-    assert (made["num_frames"], made["num_generated_keyframes"]) == (9, 1)
-    assert (made["sampler"], made["identity"]["model_version"]) == ("ancestral", "2.5.0")
-    assert made["identity"]["video_decoder"] == "convolutional"
-    assert set(made["identity"]["files"]) == {"text_encoder", "video_vae", "audio_vae"}
+    sidecar = json.loads((runs.out / "0002.json").read_text())
+    identity = sidecar["identity"]
+    assert (sidecar["num_frames"], sidecar["num_generated_keyframes"], sidecar["sampler"]) == (9, 1, "ancestral")
+    assert (identity["model_version"], identity["video_decoder"]) == ("2.5.0", "convolutional")
+    assert set(identity["files"]) == {"text_encoder", "video_vae", "audio_vae"}
 
 
 def test_the_python_api_makes_the_bytes_of_the_batch(runs, split, tmp_path):
+    names = ("video_vae", "audio_vae", "spatial_upsampler", "duration_head")
     with LTXPipeline.from_pretrained(
         checkpoint_path=split.distilled,
         gemma_root=split.text_encoder,
-        video_vae_path=split.video_vae,
-        audio_vae_path=split.audio_vae,
-        spatial_upsampler_path=split.spatial_upsampler,
-        duration_head_path=split.duration_head,
+        **{f"{name}_path": getattr(split, name) for name in names},
         artifacts_dir=runs.artifacts,
         profile="cpu",
         profile_set=runs.settings,
@@ -44,10 +42,9 @@ def test_the_python_api_makes_the_bytes_of_the_batch(runs, split, tmp_path):
             assert path.read_bytes() == wanted
 
 
-def test_the_length_of_a_prompt_is_predicted_without_graphs(runs, split, tmp_path, capsys):
+def test_the_length_of_a_prompt_is_predicted_without_graphs(runs, tmp_path, capsys):
     words = ["--prompt", "birds sing", "--save-tensors", tmp_path / "out.safetensors"]
     dispatch(runs.words("generate", *words, "--predict-duration"))
     predicted = load_file(tmp_path / "out.safetensors")
-    frames = f"{predicted['seconds'].item():.2f} s; {predicted['num_frames'].item()} frames"
-    assert frames in capsys.readouterr().out
-    assert predicted["num_frames"].item() % 8 == 1
+    seconds, frames = predicted["seconds"].item(), predicted["num_frames"].item()
+    assert f"{seconds:.2f} s; {frames} frames" in capsys.readouterr().out and frames % 8 == 1

@@ -18,7 +18,7 @@ from ltx_neuron.hub import RELEASE_FILES
 from ltx_neuron.weights.sharding import DIFFUSION
 
 PAGE, OWNER = "docs/recipes.md", "Lightricks/"
-# Part of a repository's name -> its files, if not one that is named after it with this version.
+# Part of a repository's name -> the versions of its files, if not one.
 FILES = {
     "2.3-22b-IC-LoRA-Union-Control": ["ref0.5"],
     "2.3-22b-IC-LoRA-Motion-Track-Control": ["ref0.5"],
@@ -26,16 +26,15 @@ FILES = {
     "2.5-22b-IC-LoRA-Pixel-Spatial-Upscaler": ["x2-1.0"],
 }
 SCALES = {"ref0.5": 2, "x2-0.9": 2, "x4-0.9": 4, "x2-1.0": 2}  # in the metadata
-# Ranks and layers by the sizes of the files: 128 of 1.31 GB, 64 of 654 MB, and 32 of 327 MB with
-# the video's attention and feed-forward; others' are assumed to be these.
-RANKS = {"Ingredients": 128, "In-Outpainting": 128, "Alpha-Gen": 128, "Restore": 128, "Instant-Shave": 64}
-VIDEO = ".attn1.", ".attn2.", ".ff."
+# Layers by the sizes of the files; others' are assumed to be those of the video.
 LAYERS = {
     "LoRA-Cinemagraph": (".attn1.", ".attn2."),  # 201 MB
     "Restore": ("attn",),  # 1.71 GB: every attention
     "DubIt": ("attn", "ff"),
     "Foley-V2A": ("audio",),
+    "": (".attn1.", ".attn2.", ".ff."),
 }
+RANK = 32
 TINY = {"--height": 128, "--width": 128, "--num-frames": 9}
 DEV = {"--num-inference-steps": 2, "--video-stg-blocks": 1, "--audio-stg-blocks": 1}
 TILE = {"--tile-height": 64, "--tile-width": 96}
@@ -44,31 +43,29 @@ TILE = {"--tile-height": 64, "--tile-width": 96}
 def rows(release: str) -> list[list[str]]:
     """The words of the commands of a release's table."""
     table = text_of(PAGE).partition(f"| LTX-{release} | needs | command |\n")[2].partition("\n\n")[0]
-    lines = [line.split(" | ") for line in table.splitlines()[1:]]
-    assert {cells[2] for cells in lines if "`" not in cells[2]} == {"not supported |"}
-    wanted = sum("`ltx-neuron" in cells[2] for cells in lines)
-    name = re.compile(rf"{OWNER}LTX-{release}-22b-")
+    cells = [line.split(" | ")[2] for line in table.splitlines()[1:]]
+    assert {cell for cell in cells if "`" not in cell} == {"not supported |"}
     # Not DFR's, which is of another section and runs in test_dfr.py.
-    of_adapters = [words for words in commands(PAGE) if "--dfr" not in words]
-    found = [words for words in of_adapters if any(map(name.match, words))]
-    assert len(found) == wanted > 10
-    return found
+    command_lines = [words for words in commands(PAGE) if "--dfr" not in words]
+    of_release = [
+        words for words in command_lines if any(word.startswith(f"{OWNER}LTX-{release}-22b-") for word in words)
+    ]
+    assert len(of_release) == sum("`ltx-neuron" in cell for cell in cells) > 10
+    return of_release
 
 
 def adapter(words: list[str]) -> str:
     return next(word for word in words if re.match(rf"{OWNER}LTX-2\.\d-22b-", word))
 
 
-def lora(path, checkpoint: dict, repository: str, version: str) -> None:
-    layers = next((of for part, of in LAYERS.items() if part in repository), VIDEO)
-    rank = next((of for part, of in RANKS.items() if part in repository), 32)
+def write_lora(path, checkpoint: dict, repository: str, version: str) -> None:
+    layers = next(layers for part, layers in LAYERS.items() if part in repository)
     generator, tensors = torch.Generator().manual_seed(len(repository)), {}
     for key, weight in checkpoint.items():
         block = key.startswith(f"{DIFFUSION}transformer_blocks.") and key.endswith(".weight")
-        if block and weight.ndim == 2 and any(each in key for each in layers):
+        if block and weight.ndim == 2 and any(layer in key for layer in layers):
             name = f"diffusion_model.{key.removeprefix(DIFFUSION).removesuffix('.weight')}"
-            shapes = {"lora_A": (rank, weight.shape[1]), "lora_B": (weight.shape[0], rank)}
-            for part, shape in shapes.items():
+            for part, shape in {"lora_A": (RANK, weight.shape[1]), "lora_B": (weight.shape[0], RANK)}.items():
                 values = 0.02 * torch.randn(shape, generator=generator)
                 tensors[f"{name}.{part}.weight"] = values.bfloat16()
     assert tensors, repository
@@ -76,22 +73,20 @@ def lora(path, checkpoint: dict, repository: str, version: str) -> None:
     save_file(tensors, path, {"reference_downscale_factor": str(scale)} if scale else None)
 
 
-def hub_of(release: str, tiny, split, folder, typed: list[list[str]]) -> Hub:
-    of = {"2.3": tiny.checkpoint, "2.5": split.dev}[release]
-    checkpoint, repositories = load_file(of), {}
+def hub_of(release: str, tiny, split, folder, command_lines: list[list[str]]) -> Hub:
+    checkpoint, repositories = load_file({"2.3": tiny.checkpoint, "2.5": split.dev}[release]), {}
     prefix = "" if any(key.startswith(DIFFUSION) for key in checkpoint) else DIFFUSION
     checkpoint = {prefix + key: weight for key, weight in checkpoint.items()}
-    for words in typed:
+    for words in command_lines:
         repository = "/".join(adapter(words).split("/")[:2])
         short = repository.removeprefix(f"{OWNER}LTX-")
         files = repositories.setdefault(repository, {"README.md": tiny.image})
         for version in FILES.get(short, ["0.9"]):
             name = f"ltx-{short.lower()}-{version}.safetensors"
-            lora(folder / name, checkpoint, repository, version)
+            write_lora(folder / name, checkpoint, repository, version)
             files[name] = folder / name
     names = RELEASE_FILES[f"{OWNER}LTX-2.3"]
-    kinds = {"distilled": tiny.checkpoint, "dev": tiny.checkpoint, "lora": tiny.lora}
-    kinds |= {"spatial": tiny.spatial_upsampler}
+    kinds = {"distilled": tiny.checkpoint, "dev": tiny.checkpoint, "lora": tiny.lora, "spatial": tiny.spatial_upsampler}
     repositories[f"{OWNER}LTX-2.3"] = {names[kind]: path for kind, path in kinds.items()}
     gemma = {path.name: path for path in tiny.gemma_root.iterdir()}
     repositories["google/gemma-3-12b-it-qat-q4_0-unquantized"] = gemma
@@ -111,49 +106,46 @@ def small(words: list[str], artifacts) -> list[str]:
     for flag in {*TINY, *TILE} & {*kept}:
         del kept[kept.index(flag) : kept.index(flag) + 2]
     machine = ["--profile", "cpu", "--tp-degree", "1", "--dtype", "float32"]
-    machine += [word for each in QUICK for word in ("--profile-set", each)]
-    given = [str(word) for pair in sizes.items() for word in pair]
-    return [*kept, *given, *machine, "--artifacts-dir", str(artifacts)]
+    machine += [word for setting in QUICK for word in ("--profile-set", setting)]
+    own = [str(word) for pair in sizes.items() for word in pair]
+    return [*kept, *own, *machine, "--artifacts-dir", str(artifacts)]
 
 
 @pytest.mark.parametrize("release", ["2.3", "2.5"])
 def test_the_command_of_every_adapter_runs_with_a_file_of_its_name(
     release, tiny, split, artifacts, tmp_path, monkeypatch, capsys
 ):
-    typed = rows(release)
-    hub = hub_of(release, tiny, split, tmp_path, typed)
+    command_lines, home, kinds = rows(release), tmp_path / "home", set()
+    hub = hub_of(release, tiny, split, tmp_path, command_lines)
     use(hub, monkeypatch, tmp_path)
-    home = tmp_path / "home"
     home.mkdir()
     monkeypatch.chdir(home)
     made_film(home / "in.mp4", 17, 128, 128)
     for name in ("first.png", "sheet.png"):
         (home / name).symlink_to(tiny.image)
-    made = set()
-    for words in typed:
+    for words in command_lines:
         name, command = adapter(words), small(words, artifacts)
-        flags = frozenset(word for word in command if word.startswith("--"))
         repository, _, file = name.removeprefix(OWNER).partition("/")
         version = file or FILES.get(repository.removeprefix("LTX-"), [""])[0]
-        kind = flags, SCALES.get(next((each for each in SCALES if each in version), ""), 1)
+        scale = SCALES.get(next((each for each in SCALES if each in version), ""), 1)
+        kind = frozenset(word for word in command if word.startswith("--")), scale
         capsys.readouterr()
-        if kind in made:
+        if kind in kinds:
             dispatch(["prepare", *command, "--dry-run"])
-            said = capsys.readouterr().out.splitlines()
-            parts = [line for line in said if line.startswith(("DiT weights", "DiT graphs"))]
-            states = [(line.split()[1].strip(","), line.split()[-1]) for line in parts]
-            assert {*states} == {("weights", "missing"), ("graphs", "finished")}, shlex.join(words)
+            lines = capsys.readouterr().out.splitlines()
+            parts = [line for line in lines if line.startswith(("DiT weights", "DiT graphs"))]
+            states = {(line.split()[1].strip(","), line.split()[-1]) for line in parts}
+            assert states == {("weights", "missing"), ("graphs", "finished")}, shlex.join(words)
             continue
         dispatch(["prepare", *command])
         dispatch(["generate", *command])
-        said = capsys.readouterr().out
+        printed = capsys.readouterr().out
         video, sidecar = read_video(home / "out.mp4"), json.loads((home / "out.json").read_text())
-        merged = json.dumps([sidecar[key] for key in ("loras", "stage_1_loras")])
-        assert name.split("/")[1] in merged and (home / "out.mp4").stat().st_size
+        assert name.split("/")[1] in json.dumps([sidecar[key] for key in ("loras", "stage_1_loras")])
         assert (video["height"], video["width"]) == (128, 128), name
-        assert ("the prompt is empty" in said) == ("Alpha-Gen" in name)
+        assert ("the prompt is empty" in printed) == ("Alpha-Gen" in name)
         (home / "out.mp4").unlink()
-        made.add(kind)
-    assert len(made) >= 6
+        kinds.add(kind)
+    assert len(kinds) >= 6
     hub.shutdown()
     hub.server_close()

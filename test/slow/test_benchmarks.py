@@ -1,59 +1,71 @@
-"""The benchmarks of the host's work run at tiny widths and print their results."""
+"""The benchmarks run at tiny widths and print their results."""
 
 import json
 import subprocess
 import sys
+from argparse import Namespace
 
 import host_models
 import pytest
+import scale
 from conftest import ROOT
 from helpers import one_thread  # noqa: F401
 
-HOST_BYTES = 1024  # what a step may send to the device; the times are not a test's to judge
-
-
-def printed(script: str, *flags: str) -> str:
-    command = [sys.executable, ROOT / "benchmarks" / script, "--tiny", *flags]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
-
-
-def test_host_step_times_both_kinds_of_video_and_sends_a_step_number_only():
-    last = json.loads(printed("host_step.py", "--repeats", "1").splitlines()[-1])
-    assert [*last] == ["64x64x9 text to video", "64x64x9 image to video"]
-    assert all(0 < case["bytes"] <= HOST_BYTES for case in last.values())
-
-
-def test_text_encode_compares_equal_contexts_of_ours_and_the_reference():
-    output = printed("text_encode.py", "--repeats", "1", "--threads", "1")
-    found = json.loads(output.splitlines()[-1])
-    assert max(found["rel_l2"].values()) < 1e-5, output
-    assert all(way["seconds"] > 0 for way in found["ways"].values())
-
-
-MODELS = ("video-decoder", "video-encoder", "image-encoder", "upsampler", "sound")
 SMALL = "--tiny --repeats 1 --threads 1 --height 64 --width 64 --num-frames 9 --seconds 0.5"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return str(tmp_path_factory.mktemp("host_models"))
+def last_line(script: str, *flags: str) -> dict:
+    command = [sys.executable, ROOT / "benchmarks" / script, "--tiny", *flags]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_host_models_compares_ours_with_ltx_core(model, folder, capsys):
-    host_models.main([model, *SMALL.split(), "--folder", folder])
-    last = capsys.readouterr().out.splitlines()[-1]
-    found = json.loads(last)
-    assert all(way["seconds"] > 0 for way in found["ways"].values())
-    if model == "sound":  # float32 in all
-        assert found["rel_l2"]["ours"] < 1e-5
-        return
-    assert len(found["ways"]) == 4
-    bound = 1e-5 if model != "video-decoder" else 1e-3  # frames are rounded to bytes
-    assert found["rel_l2"]["ours float32"] < bound and found["rel_l2"]["ours"] < 0.05
+def test_host_step_times_both_kinds_of_video_and_sends_a_step_number_only():
+    cases = last_line("host_step.py", "--repeats", "1")
+    assert [*cases] == ["64x64x9 text to video", "64x64x9 image to video"]
+    assert all(0 < case["bytes"] <= 1024 for case in cases.values())
+
+
+def test_text_encode_compares_equal_contexts_of_ours_and_the_reference():
+    result = last_line("text_encode.py", "--repeats", "1", "--threads", "1")
+    assert max(result["rel_l2"].values()) < 1e-5
+    assert all(way["seconds"] > 0 for way in result["ways"].values())
 
 
 def test_rehearsal_graphs_exports_and_checks_an_ic_lora_and_tiles(tmp_path):
-    output = printed("rehearsal_graphs.py", "--folder", str(tmp_path / "rehearsal"))
-    assert json.loads(output.splitlines()[-1])["checked_graphs"] == 9, output
-    assert "in 9 tiles each" in output and not [*tmp_path.iterdir()]
+    assert last_line("rehearsal_graphs.py", "--folder", str(tmp_path / "rehearsal"))["checked_graphs"] == 9
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("model", ["video-decoder", "video-encoder", "image-encoder", "upsampler", "sound"])
+def test_host_models_compares_ours_with_ltx_core(model, tmp_path, capsys):
+    host_models.main([model, *SMALL.split(), "--folder", str(tmp_path)])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert all(way["seconds"] > 0 for way in result["ways"].values())
+    if model == "sound":  # float32 in all
+        assert result["rel_l2"]["ours"] < 1e-5
+        return
+    assert len(result["ways"]) == 4
+    bound = 1e-5 if model != "video-decoder" else 1e-3  # frames are rounded to bytes
+    assert result["rel_l2"]["ours float32"] < bound and result["rel_l2"]["ours"] < 0.05
+
+
+def test_scale_measures_and_plans_every_size(capsys):
+    scale.main(["--sizes", "64x64x9", "128x192x9", "--tp-degrees", "2", "--rounds", "1"])
+    tables = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    for rows in (tables["measured"], tables["planned"]):
+        assert [(row["video_tokens"], row["tp"]) for row in rows] == [(8, 2), (48, 2)]
+    assert all(row["step_ms"] > 0 and row["memory_bytes"] > 0 for row in tables["measured"])
+    small, large = (row["upload_bytes"] for row in tables["measured"])
+    assert small < large < 6 * small  # contexts do not grow with the tokens
+    assert tables["growth"]["planned flops_per_step"] < 2
+
+
+def test_scale_names_what_grows_faster_than_a_power_of_the_tokens(capsys):
+    rates = scale.growth("a step", {100: 1.0, 800: 64.0, 200: 2.0}, 2.0)
+    assert [(rate.tokens, round(rate.exponent, 6)) for rate in rates] == [((100, 200), 1.0), ((200, 800), 2.5)]
+    row = {"size": "s", "tp": 1, "fits": True}
+    row |= dict.fromkeys((*scale.LIMITS["measured"], *scale.LIMITS["planned"]), 1e9)
+    rows = [{**row, "video_tokens": 10}, {**row, "video_tokens": 20, "step_ms": 5e9}]
+    assert scale.conclude(Namespace(record=False), {"measured": rows, "planned": rows}) is True
+    assert "grows too fast: measured step_ms, tp 1: tokens ^ 2.32 from 10 to 20, allowed 2.2" in capsys.readouterr().err

@@ -2,11 +2,10 @@
 keeps on the disk."""
 
 import time
-from pathlib import Path
 
 import pytest
 import torch
-from helpers import allowed, one_thread, random_value, rel  # noqa: F401
+from helpers import one_thread, random_value, rel  # noqa: F401
 from toy import EQUAL, TP, make_toy, upload, wanted
 
 from ltx_neuron.artifacts import build
@@ -29,15 +28,24 @@ def toy(tmp_path_factory):
     return make_toy(tmp_path_factory.mktemp("toy"))
 
 
-class Slow:
-    """A pipe through which commands come late, as to a rank that compiles longer than the
+def assert_runs(ranks: TorchDistRanks, toy, before=lambda ranks: None) -> None:
+    ranks.load(toy.folders[1], toy.programs, torch.float32)
+    upload(ranks, toy)
+    before(ranks)
+    ranks.run("toy", step=3)
+    assert rel(ranks.get("toy", "y"), wanted(toy, 3)) < EQUAL
+
+
+class Late:
+    """A pipe through which the next command comes late, as to a rank that compiles longer than the
     others."""
 
-    def __init__(self, pipe, seconds: float):
-        self._pipe, self._seconds = pipe, seconds
+    def __init__(self, pipe):
+        self._pipe, self._seconds = pipe, 3.0
 
     def send_bytes(self, line: bytes) -> None:
         time.sleep(self._seconds)
+        self._seconds = 0
         self._pipe.send_bytes(line)
 
     def __getattr__(self, name):
@@ -45,72 +53,52 @@ class Slow:
 
 
 def test_a_rank_may_be_late_while_it_compiles(toy):
+    def delay(ranks) -> None:
+        ranks._pipes[1] = Late(ranks._pipes[1])
+
     with TorchDistRanks(TRACED, TP) as ranks:
-        ranks.load(toy.folders[1], toy.programs, torch.float32)
-        upload(ranks, toy)
-        ranks._pipes[1] = Slow(ranks._pipes[1], seconds=3.0)
-        ranks.run("toy", step=3)
-        ranks._pipes[1] = ranks._pipes[1]._pipe
-        assert rel(ranks.get("toy", "y"), wanted(toy, 3)) < EQUAL
-
-
-def sources(cache: Path) -> set[str]:
-    return {str(path.relative_to(cache)) for path in cache.rglob("*.so")}
+        assert_runs(ranks, toy, delay)
 
 
 def test_what_was_compiled_without_ranks_is_not_compiled_again_in_them(toy, tmp_path):
+    def compiled() -> set:
+        return {*tmp_path.rglob("*.so")}
+
     compile_only([manifest.folder for manifest in toy.programs.values()], INDUCTOR, TP, tmp_path)
-    before = sources(tmp_path)
-    assert before
+    before = compiled()
     with TorchDistRanks(INDUCTOR, TP, tmp_path) as ranks:
-        ranks.load(toy.folders[1], toy.programs, torch.float32)
-        upload(ranks, toy)
-        ranks.run("toy", step=3)
-        assert rel(ranks.get("toy", "y"), wanted(toy, 3)) < EQUAL
-    assert before < sources(tmp_path)  # the ranks compile their first sum of ones besides
-    again = sources(tmp_path)
+        assert_runs(ranks, toy)
+    after = compiled()
+    assert before and before < after  # the ranks compile their first sum of ones besides
     with TorchDistRanks(INDUCTOR, TP, tmp_path):
-        assert sources(tmp_path) == again
+        assert compiled() == after
 
 
-@pytest.fixture(scope="module")
-def dit(tiny, artifacts):
-    """Rank files and graphs of the tiny DiT, a block per graph; and random inputs."""
-    cpu = resolve("cpu", ("blocks_per_graph=1",))
+def test_a_compiled_dit_has_the_interpreters_results_for_every_prompt_seed_and_schedule(tiny, artifacts):
+    cpu, latents, streams = resolve("cpu", ("blocks_per_graph=1",)), {}, ("video_latent", "audio_latent")
     workspace = Workspace(tiny.checkpoint, cpu, artifacts, TP, "float32", tiny.gemma_root)
-    (weights,), (graphs,) = (
-        build.make(workspace, workspace.weight_sets("dit")),
-        build.make(workspace, workspace.dit_graphs([BUCKET])),
-    )
-    return weights, {BUCKET.name: Manifest(graphs)}
-
-
-def a_step(ranks, dit, seed: int) -> dict:
-    """The latents after a step from random latents, on random contexts, tables and schedule."""
-    ((name, manifest),) = dit[1].items()
+    (weights,) = build.make(workspace, workspace.weight_sets("dit"))
+    (graphs,) = build.make(workspace, workspace.dit_graphs([BUCKET]))
+    manifest, name = Manifest(graphs), BUCKET.name
+    assert [graph for graph, _ in manifest.runs["main"]] == ["head", "blocks", "blocks", "tail"]
     returned = {output for graph in manifest.graphs.values() for output in graph["outputs"]}
-    taken = {field for graph in manifest.graphs.values() for field in graph["inputs"]} - {"step"}
-    inputs = {field for field in taken if field not in returned or field.endswith("_latent")}
-    values = {field: random_value(manifest.fields[field], TP, seed + i) for i, field in enumerate(sorted(inputs))}
-    values["sigmas"] = torch.tensor([[1.0, 0.7], [0.7, 0.1 * seed]])[:, None].expand(-1, 2, 2)
-    values["step_numbers"] = torch.arange(BUCKET.max_steps, dtype=torch.int32)
-    ranks.put(name, **values)
-    ranks.put_numbers(name, "step", BUCKET.max_steps)
-    ranks.run(name, step=seed % 2)
-    return {stream: ranks.get(name, stream) for stream in ("video_latent", "audio_latent")}
-
-
-def test_a_compiled_dit_has_the_interpreters_results_for_every_prompt_seed_and_schedule(dit):
-    latents = {}
+    fields = {field for graph in manifest.graphs.values() for field in graph["inputs"]} - {"step"}
+    inputs = sorted(field for field in fields if field not in returned or field in streams)
     for profile in (PROFILES["cpu"], TRACED):
+        results = latents[profile.compile_backend] = []
         with TorchDistRanks(profile, TP) as ranks:
-            ranks.load(dit[0], dit[1], torch.float32)
-            latents[profile.compile_backend] = []
+            ranks.load(weights, {name: manifest}, torch.float32)
             for seed in (1, 2, 3):
-                latents[profile.compile_backend].append(a_step(ranks, dit, seed))
-                assert len(set(ranks.hashes("video_latent", "audio_latent"))) == 1
-        (manifest,) = dit[1].values()
-        assert [name for name, _ in manifest.runs["main"]] == ["head", "blocks", "blocks", "tail"]
-    for interpreted, traced in zip(*latents.values(), strict=True):
-        assert all(rel(traced[name], interpreted[name]) < EQUAL for name in interpreted)
-    assert rel(latents["export"][0]["video_latent"], latents["export"][1]["video_latent"]) > 0.1
+                values = {field: random_value(manifest.fields[field], TP, seed + i) for i, field in enumerate(inputs)}
+                sigmas = torch.tensor([[1.0, 0.7], [0.7, 0.1 * seed]])
+                values["sigmas"] = sigmas[:, None].expand(-1, 2, 2)
+                values["step_numbers"] = torch.arange(BUCKET.max_steps, dtype=torch.int32)
+                ranks.put(name, **values)
+                ranks.put_numbers(name, "step", BUCKET.max_steps)
+                ranks.run(name, step=seed % 2)
+                results.append([ranks.get(name, stream) for stream in streams])
+                assert len(set(ranks.hashes(*streams))) == 1
+    interpreted, traced = latents.values()
+    for ours, theirs in zip(traced, interpreted, strict=True):
+        assert all(rel(one, other) < EQUAL for one, other in zip(ours, theirs, strict=True))
+    assert rel(interpreted[0][0], interpreted[1][0]) > 0.1

@@ -12,13 +12,12 @@ from ltx_neuron.config.diffusion import shortest
 from ltx_neuron.config.profiles import PROFILES
 from ltx_neuron.models.programs import diffusion_program, program_name
 
-TP, SHAPE = 2, (4, 3, 3)
+TP, SHAPE, LONGER = 2, (4, 3, 3), (5, 3, 3)
 EQUAL = 2e-6  # relative: sums in another order
 
 
-def test_frames_equal_the_hosts(tmp_path, one_thread):  # noqa: F811
-    """Also if the last group of spans leaves a rank idle, and for a clip of another length with the
-    same graphs. What all spans of a clip have in common is uploaded once."""
+def test_frames_equal_the_hosts_and_what_spans_have_in_common_is_uploaded_once_a_clip(tmp_path):
+    """Also if the last group of spans leaves a rank idle, and for a longer clip on the same graphs."""
     config = diffusion_vae.config_of()
     clip = shortest(config, SHAPE)
     with fake_process_group(TP):
@@ -28,20 +27,18 @@ def test_frames_equal_the_hosts(tmp_path, one_thread):  # noqa: F811
     weights = save_weights(tmp_path / "weights", *[diffusion_vae.weights(config)] * TP)
     with TorchDistRanks(PROFILES["cpu"], TP) as ranks:
         ranks.load(weights, programs, torch.float32)
-        decoder, put = RankSpans(ranks, config, torch.float32), ranks.put
-        fields, puts = program.fields, []
+        decoder, put, puts = RankSpans(ranks, config, torch.float32), ranks.put, []
 
         def noted(name, like, **tensors):
             puts.extend(tensors.items())
             put(name, like, **tensors)
 
         ranks.put = noted
-        for shape in (SHAPE, (5, 3, 3)):
-            wanted = diffusion_vae.pixels(diffusion_vae.spans(), shape)
-            sent = ranks.bytes_sent
+        for shape in (SHAPE, LONGER):
             puts.clear()
+            sent, wanted = ranks.bytes_sent, diffusion_vae.pixels(diffusion_vae.spans(), shape)
             assert rel(diffusion_vae.pixels(decoder, shape), wanted) < EQUAL
-            # Once a clip: RoPE, the biases of rows and columns, the timestep.
-            constants = [name for name, _ in puts if fields[name].split is None]
+            # RoPE, the biases of rows and columns, the timestep.
+            constants = [name for name, _ in puts if program.fields[name].split is None]
             assert len(constants) == len({*constants}) == 5 * len(config.channels) + 1
             assert ranks.bytes_sent - sent == sum(tensor.nbytes for _, tensor in puts)

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
-from conftest import ROOT, SCRIPT_SECONDS, Setup, needs, succeeded, words
-from helpers import wait_for
+from conftest import ROOT, SCRIPT_SECONDS, needs, succeeded
+from helpers import made_film, wait_for
 from jobs import make_job
 
 from ltx_neuron import flags
@@ -28,7 +27,6 @@ from ltx_neuron.config.profiles import resolve
 from ltx_neuron.engine.resume import state_path
 from ltx_neuron.errors import UserError
 from ltx_neuron.flags import verbs
-from ltx_neuron.host.video import write_video
 from ltx_neuron.job import Size
 from ltx_neuron.service.jobs import VIDEO
 from ltx_neuron.service.queue import NewJob, Queue
@@ -46,22 +44,10 @@ HEALTH = {
         "health_check_period_ms": 1000,
         "health_check_failure_threshold": 4,
         "health_check_timeout_ms": 4000,
-        # Else Ray ends replicas where other programs fill the machine's memory.
-        "memory_monitor_refresh_ms": 0,
-        # Else other tests get nearly all of the machine.
-        "worker_niceness": 0,
+        "memory_monitor_refresh_ms": 0,  # else Ray ends replicas where other programs fill the memory
+        "worker_niceness": 0,  # else other tests get nearly all of the machine
     },
 }
-# A step has three passes.
-GUIDED = {
-    "prompt": "waves crash on the shore",
-    "recipe": "dev",
-    "num_inference_steps": 3,
-    "video_stg_guidance_scale": 0.0,
-    "audio_stg_guidance_scale": 0.0,
-    **SMALL,
-}
-TWO_GROUPS = {"profile_set": "guidance_parallel=2"}
 STATE = state_path(Path(VIDEO)).name  # what the queue's folder of a job has of a run that goes on
 LINES = [
     {"prompt": "waves crash on the shore", **SIZE},
@@ -71,48 +57,34 @@ LINES = [
 
 
 @pytest.fixture(scope="module")
-def setup(scripts, tiny) -> Setup:
-    made = scripts(tiny, 1)
-    made.prepare(**SIZE, image=((tiny.image, 0, 1.0),))
-    return made
+def setup(scripts, tiny):
+    setup = scripts(tiny, 1)
+    setup.prepare(**SIZE, image=((tiny.image, 0, 1.0),))
+    return setup
 
 
 @pytest.fixture(scope="module")
-def prompts(tiny, tmp_path_factory):
+def prompts(tiny, tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("prompts") / "jobs.jsonl"
     lines = [*LINES, {"prompt": "a golden retriever", "image": [str(tiny.image), 0], **SMALL}]
     path.write_text("\n".join(map(json.dumps, lines)))
     return path
 
 
-def command(setup, profile_set: str | None = None, **more) -> list[str]:
-    """The words of generate_ltx23.py on tiny assets."""
-    return words(
-        neuron_gemma=True,
-        checkpoint_path=setup.assets.checkpoint,
-        gemma_root=setup.assets.gemma_root,
-        spatial_upsampler_path=setup.assets.spatial_upsampler,
-        profile="cpu",
-        profile_set=(*setup.settings, *filter(None, [profile_set])),
-        tp_degree=1,
-        dtype="float32",
-        **{"artifacts_dir": setup.artifacts} | more,
-    )
+def words_of(setup, **more) -> list[str]:
+    """The flags of generate_ltx23.py on tiny assets."""
+    upsampler = setup.assets.spatial_upsampler
+    words = setup.words(neuron_gemma=True, spatial_upsampler_path=upsampler, **more)
+    folder = more.get("artifacts_dir")
+    return [*words, "--artifacts-dir", str(folder)] if folder else words
 
 
 @pytest.fixture(scope="module")
-def wanted(setup, prompts, tmp_path_factory):
+def wanted(setup, prompts, tmp_path_factory) -> Path:
     """The folder that generate_ltx23.py makes without Ray."""
-    folder = tmp_path_factory.mktemp("wanted")
-    succeeded(
-        setup.run(
-            "src/generate_ltx23.py",
-            neuron_gemma=True,
-            spatial_upsampler_path=setup.assets.spatial_upsampler,
-            prompts_file=prompts,
-            output_dir=folder,
-        )
-    )
+    folder, upsampler = tmp_path_factory.mktemp("wanted"), setup.assets.spatial_upsampler
+    flags = dict(neuron_gemma=True, spatial_upsampler_path=upsampler, prompts_file=prompts, output_dir=folder)
+    succeeded(setup.run("src/generate_ltx23.py", **flags))
     return folder
 
 
@@ -121,9 +93,9 @@ def cluster():
     """A head that computes nothing; tests add nodes."""
     from ray.cluster_utils import Cluster
 
-    made = Cluster(True, head_node_args={"num_cpus": 0, **HEALTH, **QUIET})
-    yield made
-    made.shutdown()
+    cluster = Cluster(True, head_node_args={"num_cpus": 0, **HEALTH, **QUIET})
+    yield cluster
+    cluster.shutdown()
 
 
 @pytest.fixture
@@ -136,15 +108,14 @@ def node(cluster):
         return added[-1]
 
     yield add
-    for each in added:
-        if each in cluster.list_all_nodes():
-            cluster.remove_node(each, allow_graceful=False)
+    for one in added:
+        if one in cluster.list_all_nodes():
+            cluster.remove_node(one, allow_graceful=False)
     cluster.wait_for_nodes()  # the next test finds none of them
 
 
 def parsed(setup, **more):
-    """The flags of a command, as the script parses them."""
-    return generate.arguments(command(setup, **more))
+    return generate.arguments(words_of(setup, **more))
 
 
 def make_batch(args) -> None:
@@ -153,16 +124,6 @@ def make_batch(args) -> None:
 
     workspace = flags.workspace(args, writes=False)
     generate_batch(flags.lines(args, workspace), args, workspace)
-
-
-def assert_same_videos(folder, wanted) -> None:
-    names = sorted(path.name for path in wanted.glob("*.mp4"))
-    assert sorted(path.name for path in folder.glob("*.mp4")) == names and len(names) == 4
-    for name in names:
-        assert (folder / name).read_bytes() == (wanted / name).read_bytes(), name
-        ours, theirs = (json.loads((each / name).with_suffix(".json").read_text()) for each in (folder, wanted))
-        assert ours.pop("seconds").keys() and theirs.pop("seconds").keys()
-        assert ours == theirs
 
 
 # --- a batch --------------------------------------------------------------------------------------
@@ -176,47 +137,55 @@ def test_two_replicas_make_a_batch_bit_for_bit_and_go_on_with_one_that_was_inter
     node(num_cpus=1), node(num_cpus=1)
     out = tmp_path / "out"
     flags = dict(prompts_file=prompts, output_dir=out, ray=cluster.address)
-    script = [sys.executable, ROOT / "src/generate_ltx23.py", *command(setup, **flags)]
+    script = [sys.executable, ROOT / "src/generate_ltx23.py", *words_of(setup, **flags)]
     process = subprocess.Popen(script, stderr=subprocess.PIPE, text=True)
     wait_for((out / RESULTS).is_file)  # one is done
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=SCRIPT_SECONDS)
-    assert process.returncode == 130 and "interrupted" in said and "Traceback" not in said, said
+    _, errors = process.communicate(timeout=SCRIPT_SECONDS)
+    assert process.returncode == 130 and "interrupted" in errors and "Traceback" not in errors, errors
     assert (out / FOLDER).is_dir()
     make_batch(parsed(setup, **flags))
     assert "lines were done before" in capsys.readouterr().out
-    assert_same_videos(out, wanted)
-    recorded = json.loads((out / RESULTS).read_text())
-    assert recorded == json.loads((wanted / RESULTS).read_text())
+    names = [f"000{number}.mp4" for number in range(1, 5)]
+    assert sorted(path.name for path in out.glob("*.mp4")) == names
+    for name in names:
+        assert (out / name).read_bytes() == (wanted / name).read_bytes(), name
+        ours, theirs = (json.loads((each / name).with_suffix(".json").read_text()) for each in (out, wanted))
+        assert ours.pop("seconds") and theirs.pop("seconds") and ours == theirs
+    assert json.loads((out / RESULTS).read_text()) == json.loads((wanted / RESULTS).read_text())
     assert not (out / FOLDER).exists()
 
 
-def test_the_replicas_of_a_batch_are_told_of_footage_that_lies_where_it_lay(setup, tmp_path, monkeypatch):
+def test_replicas_learn_of_footage_where_it_lay_and_get_hub_names_as_they_are(setup, tmp_path, monkeypatch):
     """The queue's copies of a line's files are not there before its jobs are."""
-    film, told = tmp_path / "film.mp4", []
-    frames = torch.zeros(9, 64, 64, 3, dtype=torch.uint8)
-    write_video(film, [frames], 24.0, lambda: torch.zeros(2, 18_000), 48_000)
-    line = {"prompt": "a", "video_path": str(film), "start_time": 0.0, "end_time": 0.3}
-    (tmp_path / "lines.jsonl").write_text(json.dumps(line))
+    from ltx_neuron.fleet import pool  # imports Ray
 
-    def pool(queue, args, probe, most, patience, sets):
-        told.extend(sets)
+    line = {"prompt": "a", "start_time": 0.0, "end_time": 0.3}
+    line["video_path"] = str(made_film(tmp_path / "film.mp4", 9, 64, 64))
+    (tmp_path / "lines.jsonl").write_text(json.dumps(line))
+    lora_sets = []
+
+    def refuse(queue, args, probe, most, patience, sets):
+        lora_sets.extend(sets)
         raise UserError("enough")
 
-    monkeypatch.setattr("ltx_neuron.fleet.batch.Pool", pool)
-    args = parsed(setup, prompts_file=tmp_path / "lines.jsonl", output_dir=tmp_path / "out")
+    monkeypatch.setattr("ltx_neuron.fleet.batch.Pool", refuse)
     with pytest.raises(UserError, match="enough"):
-        make_batch(args)
-    assert told == [()]
+        make_batch(parsed(setup, prompts_file=tmp_path / "lines.jsonl", output_dir=tmp_path / "out"))
+    assert lora_sets == [()]
+    words = ["--checkpoint-path", "Lightricks/LTX-2.3", "--gemma-root", "gemma"]
+    words += ["--lora", "owner/repository", "0.5", "--artifacts-dir", "made/here"]
+    args = pool.absolute(verbs.generate().parse_args(words))
+    assert args.checkpoint_path == Path("Lightricks/LTX-2.3") and args.lora == [["owner/repository", "0.5"]]
+    assert args.gemma_root == Path("gemma").absolute() and args.artifacts_dir == Path("made/here").absolute()
 
 
-def test_a_command_without_a_cluster_or_without_room_says_what_to_type(
-    cluster, node, setup, prompts, tmp_path, monkeypatch
+def test_a_command_without_a_cluster_or_without_room_names_the_command_to_type(
+    cluster, setup, prompts, tmp_path, monkeypatch
 ):
-    for address, what in (("127.0.0.1:1", "ray start --head"), (cluster.address, "--num-cpus 1")):
-        out = tmp_path / "out"
-        args = parsed(setup, prompts_file=prompts, output_dir=out, ray=address)
-        with pytest.raises(UserError, match=what):
+    for address, command in (("127.0.0.1:1", "ray start --head"), (cluster.address, "--num-cpus 1")):
+        args = parsed(setup, prompts_file=prompts, output_dir=tmp_path / "out", ray=address)
+        with pytest.raises(UserError, match=command):
             make_batch(args)
     monkeypatch.setattr(flags, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="needs ray, and(.|\n)*pip install"):
@@ -236,13 +205,11 @@ class Scene:
         self.queue = Queue(folder / "queue.sqlite", folder / "jobs")
         self.pool = Pool(self.queue, args, more.pop("capability_jobs", []), **more)
 
-    def submit(self, line: dict):
+    def submit(self, line: dict) -> str:
         id = self.queue.new_id()
         self.queue.folder_of(id).mkdir()
-        said = {"recipe": "distilled"} | line
-        batch_key = f"{line['height']}"
-        entry, _ = self.queue.submit(NewJob(id, "ada", "0", batch_key, said, {}))
-        return entry.id
+        self.queue.submit(NewJob(id, "ada", "0", f"{line['height']}", {"recipe": "distilled"} | line, {}))
+        return id
 
     def get(self, id: str):
         return self.queue.get("ada", id)
@@ -268,6 +235,9 @@ class Scene:
         """That which makes a job."""
         return psutil.Process(self.queue.workers()[self.get(id).worker]["pid"])
 
+    def video(self, id: str) -> bytes:
+        return (self.queue.folder_of(id) / VIDEO).read_bytes()
+
 
 def until(happened):
     """Wait, in a scene."""
@@ -284,8 +254,7 @@ def test_a_killed_replica_and_a_lost_node_leave_their_jobs_to_others_after_the_l
     cluster, node, setup, wanted, tmp_path, quick, capfd
 ):
     first = node(num_cpus=1)
-    args = parsed(setup, ray=cluster.address, prompt="-")
-    scene = Scene(tmp_path, args)
+    scene = Scene(tmp_path, parsed(setup, ray=cluster.address, prompt="-"))
     one, two = scene.submit(LINES[0]), scene.submit(LINES[2])
     processes = []
 
@@ -303,12 +272,10 @@ def test_a_killed_replica_and_a_lost_node_leave_their_jobs_to_others_after_the_l
     with suppress(psutil.NoSuchProcess):
         processes[0].kill()
     for id, name in ((one, "0001.mp4"), (two, "0003.mp4")):
-        made = scene.queue.folder_of(id)
-        assert (made / VIDEO).read_bytes() == (wanted / name).read_bytes()
-        assert not (made / STATE).exists()
+        assert scene.video(id) == (wanted / name).read_bytes() and not scene.denoised(id)
     assert scene.get(one).attempt == 2 and scene.get(two).attempt >= 2
-    said = capfd.readouterr().out
-    assert f"{one}: resumed" in said and f"{two}: resumed" in said
+    printed = capfd.readouterr().out
+    assert f"{one}: resumed" in printed and f"{two}: resumed" in printed
 
 
 def test_a_node_without_artifacts_pulls_them_and_a_job_is_cancelled_within_a_step(
@@ -317,27 +284,22 @@ def test_a_node_without_artifacts_pulls_them_and_a_job_is_cancelled_within_a_ste
     push(Store(tmp_path / "store"), setup.artifacts, [])
     node(num_cpus=1)
     empty = {"artifacts_dir": tmp_path / "empty", "ray": cluster.address, "prompt": "-"}
-    args = parsed(setup, artifacts_url=tmp_path / "store", **empty)
-    scene, cancelled = Scene(tmp_path, args), []
+    scene = Scene(tmp_path, parsed(setup, artifacts_url=tmp_path / "store", **empty))
     one, two = scene.submit(LINES[0]), scene.submit(LINES[1])
 
     def happens():
         yield from until(lambda: scene.get(one).status == "in_progress")
         assert scene.queue.cancel("ada", one)
-        before = time.monotonic()
         yield from until(lambda: not scene.queue.folder_of(one).exists())
-        cancelled.append(time.monotonic() - before)
         yield from until(lambda: scene.get(two).status == "completed")
 
     scene.run(happens())
-    made = scene.queue.folder_of(two) / VIDEO
-    assert made.read_bytes() == (wanted / "0002.mp4").read_bytes()
+    assert scene.video(two) == (wanted / "0002.mp4").read_bytes()
     assert [folder.name for folder in scene.queue.folder.iterdir()] == [two]
     shutil.rmtree(tmp_path / "empty")
-    args = parsed(setup, **empty)
     with pytest.raises(UserError, match="no dit graphs in(.|\n)*--artifacts-url URL"):
         jobs = [make_job("-", Size(64, 64, 9))]
-        Scene(tmp_path, args, max_failures=1, capability_jobs=jobs).run(until(lambda: 0))
+        Scene(tmp_path, parsed(setup, **empty), max_failures=1, capability_jobs=jobs).run(until(lambda: 0))
 
 
 def test_the_service_outlives_its_pool_and_makes_the_videos_on_the_cluster(cluster, node, setup, wanted, tmp_path):
@@ -346,111 +308,68 @@ def test_the_service_outlives_its_pool_and_makes_the_videos_on_the_cluster(clust
     from ltx_neuron.fleet import cluster as rays
 
     node(num_cpus=1)
-    words = command(setup, ray=cluster.address, data_dir=tmp_path, port=0)
+    words = words_of(setup, ray=cluster.address, data_dir=tmp_path, port=0)
     script = [sys.executable, "-m", "ltx_neuron.serve", *words]
     front = subprocess.Popen(script, stdout=subprocess.PIPE, text=True)
+
+    def ask(path: str, body: dict | None = None) -> dict:
+        data, headers = body and json.dumps(body).encode(), {"Content-Type": "application/json"}
+        with urllib.request.urlopen(urllib.request.Request(url + path, data, headers)) as answer:
+            return json.loads(answer.read())
+
     try:
         url = next(line.split()[1] for line in front.stdout if line.startswith("serving: "))
         threading.Thread(target=front.stdout.read, daemon=True).start()
-        ids = [ask(url, "/videos", {"prompt": p, "size": "64x64"})["id"] for p in ("-", "-")]
-        ids += [ask(url, "/videos", LINES[1])["id"]]
-        wait_for(lambda: ask(url, f"/videos/{ids[0]}")["status"] == "completed")
+        ids = [ask("/videos", {"prompt": "-", "size": "64x64"})["id"] for _ in range(2)]
+        ids += [ask("/videos", LINES[1])["id"]]
+        wait_for(lambda: ask(f"/videos/{ids[0]}")["status"] == "completed")
         (pool,) = (p for p in psutil.Process(front.pid).children() if "--role" in p.cmdline())
         pool.kill()
-        wait_for(lambda: ask(url, f"/videos/{ids[-1]}")["status"] == "completed")
-        made = (tmp_path / "jobs" / ids[-1] / VIDEO).read_bytes()
-        assert made == (wanted / "0002.mp4").read_bytes()
+        wait_for(lambda: ask(f"/videos/{ids[-1]}")["status"] == "completed")
+        assert (tmp_path / "jobs" / ids[-1] / VIDEO).read_bytes() == (wanted / "0002.mp4").read_bytes()
     finally:
         front.terminate()
     assert front.wait(SCRIPT_SECONDS) == 143
     with rays.connected(cluster.address, resolve("cpu", ())):
-        left = {"CPU": 1.0}.items()
-        wait_for(lambda: left <= ray.available_resources().items())
-
-
-def ask(url: str, path: str, body: dict | None = None) -> dict:
-    data, headers = body and json.dumps(body).encode(), {"Content-Type": "application/json"}
-    with urllib.request.urlopen(urllib.request.Request(url + path, data, headers)) as answer:
-        return json.loads(answer.read())
-
-
-# --- guidance groups ------------------------------------------------------------------------------
-
-
-def test_a_replica_with_two_guidance_groups_makes_the_video_of_one_group(cluster, node, setup, tmp_path, quick, capfd):
-    compiled = {**SMALL, "recipe": "dev", "gemma": False}
-    succeeded(setup.run("compile/compile_transformer.py", **compiled))
-    alone = setup.generate(**GUIDED, neuron_gemma=True)
-    node(num_cpus=2)
-    scene = Scene(tmp_path, parsed(setup, **TWO_GROUPS, ray=cluster.address, prompt="-"))
-    job = scene.submit(GUIDED)
-    scene.run(until(lambda: scene.get(job).status == "completed"))
-    assert (scene.queue.folder_of(job) / VIDEO).read_bytes() == alone.video.read_bytes()
-    assert "room for 1 replica with CPU 2" in capfd.readouterr().out
+        wait_for(lambda: ray.available_resources().get("CPU") == 1.0)
 
 
 # --- cores ----------------------------------------------------------------------------------------
 
 
-def asking(profile, count: int):
-    """An actor that says which cores a replica would have in its place."""
-    import ray
-
-    from ltx_neuron.fleet import cluster as rays
-
-    class Asking:  # a local one: Ray's processes cannot import this file
-        def cores(self):
-            return rays.check_cores(profile, 4)
-
-    options = rays.Needs("neuron_cores", count).options
-    return ray.remote(Asking).options(**options).remote()
-
-
 def test_a_replica_has_four_cores_of_one_chip_or_gives_them_back(cluster, node):
+    """A layout of several chips has whole ones, and guidance groups have a share each."""
     import ray
 
     from ltx_neuron.fleet import cluster as rays
 
-    profile = resolve("trn2.48xlarge", ())
-    node(resources={"neuron_cores": 8})
+    profile, row = resolve("trn2.48xlarge", ()), resolve("trn2.48xlarge", ("context_parallel=2",))
+    assert rays.Needs.of(resolve("cpu", ("guidance_parallel=2",)), 1) == rays.Needs("CPU", 2)
+    assert rays.Needs.of(profile, 4) == rays.Needs("neuron_cores", 4)
+
+    def asking(profile, count: int):
+        """An actor that says which cores a replica would have in its place."""
+
+        class Asking:  # a local one: Ray's processes cannot import this file
+            def cores(self):
+                return rays.check_cores(profile, 4)
+
+        return ray.remote(Asking).options(**rays.Needs("neuron_cores", count).options).remote()
+
+    def cores_of(*actors) -> list[list[int]]:
+        return sorted(ray.get([actor.cores.remote() for actor in actors]))
+
+    node(resources={"neuron_cores": 16})
     with rays.connected(cluster.address, profile):
-        needed = rays.Needs.of(profile, 4)
-        assert needed == rays.Needs("neuron_cores", 4) and needed.capacity() == 2
-        actors = [asking(profile, 4) for _ in range(2)]
-        cores = ray.get([actor.cores.remote() for actor in actors])
-        assert sorted(cores) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-        for actor in actors:
+        assert (rays.Needs.of(profile, 4).capacity(), rays.Needs.of(row, 4).capacity()) == (4, 2)
+        chips = [asking(profile, 4) for _ in range(2)]
+        assert cores_of(*chips, two := asking(row, 8)) == [[0, 1, 2, 3], [4, 5, 6, 7], [*range(8, 16)]]
+        for actor in (*chips, two):
             ray.kill(actor)
-        wait_for(lambda: ray.available_resources().get("neuron_cores") == 8)
+        wait_for(lambda: ray.available_resources().get("neuron_cores") == 16)
         # Somebody else takes two cores: what is left begins in the middle of a chip.
         other = asking(profile, 2)
         with pytest.raises(UserError, match="4 ranks need 4 different logical cores"):
-            ray.get(other.cores.remote())
+            cores_of(other)
         with pytest.raises(UserError, match="'2,3,4,5': 4 ranks begin at a multiple of 4"):
-            ray.get(asking(profile, 4).cores.remote())
-
-
-def test_a_layout_of_several_chips_has_whole_chips(cluster, node):
-    import ray
-
-    from ltx_neuron.fleet import cluster as rays
-
-    row = resolve("trn2.48xlarge", ("context_parallel=2",))
-    node(resources={"neuron_cores": 16})
-    with rays.connected(cluster.address, row):
-        assert rays.Needs.of(row, 4).capacity() == 2
-        actors = [asking(row, 8) for _ in range(2)]
-        cores = ray.get([actor.cores.remote() for actor in actors])
-        assert sorted(cores) == [[*range(8)], [*range(8, 16)]]
-
-
-def test_a_replica_gets_hub_names_as_they_are_and_absolute_paths():
-    from ltx_neuron.fleet import pool  # imports Ray
-
-    typed = ["--checkpoint-path", "Lightricks/LTX-2.3", "--gemma-root", "gemma"]
-    typed += ["--lora", "owner/repository", "0.5", "--artifacts-dir", "made/here"]
-    args = pool.absolute(verbs.generate().parse_args(typed))
-    assert args.checkpoint_path == Path("Lightricks/LTX-2.3")
-    assert args.gemma_root == Path("gemma").absolute()
-    assert args.lora == [["owner/repository", "0.5"]]
-    assert args.artifacts_dir == Path("made/here").absolute()
+            cores_of(asking(profile, 4))

@@ -1,4 +1,5 @@
-"""ltx-neuron prepare, killed and continued: it makes what the scripts make, to the same bits."""
+"""ltx-neuron prepare, killed and continued: it makes what the scripts make, to the same bits; and
+what other commands say to type makes what they lack."""
 
 import os
 import re
@@ -28,13 +29,19 @@ from ltx_neuron.weights.lora import Lora
 def content(folder) -> dict[str, object]:
     """Digests of the files of weights and graphs, by their paths; of a manifest, its values. The
     session's tests record their sizes in the manifests that they share: a checksum changes."""
-    files = [path for kind in ("weights", "graphs") for path in folder.glob(f"{kind}/*/*")]
     return {
         str(path.relative_to(folder)): {**read_json(path), "sizes": None, "checksum": None}
         if path.name == MANIFEST
         else sha256(path)
-        for path in files
+        for kind in ("weights", "graphs")
+        for path in folder.glob(f"{kind}/*/*")
     }
+
+
+def type_in(command: str) -> None:
+    """A printed command, in this process."""
+    words = shlex.split(command)
+    dispatch(words[next(at for at, word in enumerate(words) if word in VERBS) :])
 
 
 def test_a_killed_preparation_goes_on_and_the_next_one_does_nothing(scripts, tiny, tmp_path, capsys):
@@ -47,17 +54,16 @@ def test_a_killed_preparation_goes_on_and_the_next_one_does_nothing(scripts, tin
     process.send_signal(signal.SIGKILL)
     process.wait()
     dispatch(["prepare", *words])
-    said = capsys.readouterr().out
-    assert "1 of 1: DiT graphs, 64x64, 9 frames, two stages" in said  # the weights were finished
-    made = content(tmp_path)
-    times = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    # The weights were finished.
+    assert "1 of 1: DiT graphs, 64x64, 9 frames, two stages" in capsys.readouterr().out
+    prepared, times = content(tmp_path), {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     dispatch(["prepare", *words])
     assert "nothing to do" in capsys.readouterr().out
     assert times == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
 
     setup.prepare(**SIZE)
     theirs = content(setup.artifacts)
-    assert len(made) > 9 and {name: theirs[name] for name in made} == made
+    assert len(prepared) > 9 and {name: theirs[name] for name in prepared} == prepared
     assert os.listdir(tmp_path / "calibration")
 
 
@@ -73,21 +79,19 @@ def test_what_doctor_says_to_type_makes_all_that_it_lacks(tiny, tmp_path, capsys
     words += ["--dtype", "float32", "--recipe", "dev", "--two-stage", "--neuron-vae"]
     words += ["--distilled-lora", tiny.lora, 1, "--spatial-upsampler-path", tiny.spatial_upsampler]
     words += ["--height", 64, "--width", 64, "--num-frames", 9, "--profile-set", QUICK[0]]
-    typed: list[str] = []
+    kinds: set[str] = set()
     for _ in range(4):  # a command may make what another one needs
         dispatch(["doctor", *map(str, words)])
-        found = re.findall(r"Make them: (.*(?:\n +ltx-neuron .*)*)", capsys.readouterr().out)
-        lines = [line.strip() for text in found for line in text.splitlines()]
+        texts = re.findall(r"Make them: (.*(?:\n +ltx-neuron .*)*)", capsys.readouterr().out)
+        lines = dict.fromkeys(line.strip() for text in texts for line in text.splitlines())
         if not lines:
             break
-        for line in dict.fromkeys(lines):
-            typed.append(line)
-            parts = shlex.split(line)
-            dispatch(parts[next(at for at, word in enumerate(parts) if word in VERBS) :])
+        for line in lines:
+            kinds |= {" ".join(re.findall(r"(?:shard|compile) \w+", line))}
+            type_in(line)
         capsys.readouterr()
     assert not lines, lines
-    made = {" ".join(re.findall(r"(?:shard|compile) \w+", line)) for line in typed}
-    assert {"shard transformer", "compile transformer", "compile gemma3", "compile vae"} <= made
+    assert {"shard transformer", "compile transformer", "compile gemma3", "compile vae"} <= kinds
 
 
 @runs(
@@ -99,8 +103,7 @@ def test_what_the_python_api_says_to_type_makes_what_is_missing(tiny, tmp_path):
     """Weights with a LoRA, and graphs that encode a retake's video and decode its sound."""
     settings = QUICK[0], "sound_on_ranks=true", "resident=true"
     workspace = Workspace(tiny.checkpoint, resolve("cpu", settings), tmp_path, 1, "float32", tiny.gemma_root)
-    size, film = Size(64, 64, 9), tmp_path / "film.mkv"
-    write_film(film, picture_frames(9, 64, 64, 3))
+    size, film = Size(64, 64, 9), write_film(tmp_path / "film.mkv", picture_frames(9, 64, 64, 3))
     job = workspace.resolved(make_job("rain", size, loras=(Lora(tiny.lora),), retake=Retake(film, 0, 0.2)))
     for needed in (
         lambda: workspace.weights("dit", job.loras),
@@ -109,6 +112,5 @@ def test_what_the_python_api_says_to_type_makes_what_is_missing(tiny, tmp_path):
     ):
         with pytest.raises(UserError) as refused:
             needed()
-        parts = shlex.split(str(refused.value).rpartition("Make them: ")[2])
-        dispatch(parts[next(at for at, word in enumerate(parts) if word in VERBS) :])
+        type_in(str(refused.value).rpartition("Make them: ")[2])
         needed()

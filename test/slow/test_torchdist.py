@@ -7,27 +7,17 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from helpers import allowed
 from toy import SOON, make_toy, pids_of
 
-from ltx_neuron.backends.torchdist import host
 from ltx_neuron.config.profiles import resolve
 from ltx_neuron.doctor import groups
-from ltx_neuron.doctor.groups import probe
-
-SOURCE = Path(host.__file__).parents[3]
 
 pytestmark = pytest.mark.timeout(60)
 
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory):
-    return make_toy(tmp_path_factory.mktemp("toy"))
-
-
+# It has no guard for its main module.
 PAUSED = """
 import sys
 from pathlib import Path
@@ -51,42 +41,33 @@ print("done", flush=True)
 """
 
 
-def test_a_job_that_is_paused_and_continued_goes_on(toy, tmp_path):
-    """Ctrl-Z and fg, a paused container, a stalled machine; and a script that has no guard for its
-    main module."""
+def test_a_job_that_is_paused_and_continued_goes_on(tmp_path):
+    """Ctrl-Z and fg, a paused container, a stalled machine."""
+    toy = make_toy(tmp_path)
     (tmp_path / "host.py").write_text(PAUSED)
-    graphs = toy.programs["toy"].folder
-    host = subprocess.Popen(
-        [sys.executable, tmp_path / "host.py", toy.folders[1], graphs],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(SOURCE)},
-        start_new_session=True,
-    )
+    words = [sys.executable, tmp_path / "host.py", toy.folders[1], toy.programs["toy"].folder]
+    streams = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    host = subprocess.Popen(words, **streams, start_new_session=True)
     for line in ("ready\n", "runs\n"):
         assert host.stdout.readline() == line
         os.killpg(host.pid, signal.SIGSTOP)
         time.sleep(3.0)
         os.killpg(host.pid, signal.SIGCONT)
-    said, _ = host.communicate(timeout=allowed(3 * SOON))
-    assert (host.returncode, said) == (0, "done\n")
+    output, _ = host.communicate(timeout=allowed(3 * SOON))
+    assert (host.returncode, output) == (0, "done\n")
 
 
-def test_the_doctor_probes_the_groups_of_a_profiles_layout():
-    (finding,) = probe(resolve("cpu", ("context_parallel=2",)), 1)
+def test_the_doctor_probes_the_groups_of_a_layout_and_a_rank_that_dies_in_it_is_a_finding(monkeypatch):
+    profile = resolve("cpu", ("context_parallel=2",))
+    (finding,) = groups.probe(profile, 1)
     assert (finding.check, finding.state) == ("group cp", "ok")
     assert re.fullmatch(r"1 group of 2 ranks: gathered, summed in \d+\.\d\d ms", finding.text)
 
-
-def test_a_rank_that_dies_in_the_probe_is_a_finding(monkeypatch):
-    """As one whose runtime does not route its group."""
-
-    def refuse(ranks, name, partition):
+    def refuse(ranks, name, partition):  # as one whose runtime does not route its group
         os.kill(pids_of(ranks)[1], signal.SIGKILL)
         ranks.run(name)
 
     monkeypatch.setattr(groups, "_probed", refuse)
-    (finding,) = probe(resolve("cpu", ("context_parallel=2",)), 1)
+    (finding,) = groups.probe(profile, 1)
     assert (finding.check, finding.state) == ("group cp", "blocks")
     assert "rank 1 of 2 failed" in finding.text and "context_parallel=N" in finding.fix

@@ -9,7 +9,6 @@ import subprocess
 import sys
 
 import psutil
-import pytest
 from conftest import ROOT, SCRIPT_SECONDS, succeeded
 from helpers import wait_for
 from jobs import make_job
@@ -20,7 +19,7 @@ from ltx_neuron.config.profiles import resolve
 from ltx_neuron.job import Size
 from ltx_neuron.tune.variant import compare_convolutions
 
-SIZE = ["--height", "64", "--width", "64", "--num-frames", "9"]
+JOB = make_job("", Size(64, 64, 9))
 # In every process of the tuning, before anything else: the kernel "matmul" gives nine tenths, and
 # each launch of a graph takes 0.2 s longer. More launches are then slower, and the whole step in
 # one graph is the fastest, however busy the machine is.
@@ -39,23 +38,17 @@ if "resource_tracker" not in " ".join(sys.orig_argv):
 """
 
 
-@pytest.fixture
-def planted(tmp_path):
-    """The environment of a tuning with the planted faults."""
-    (tmp_path / "planted").mkdir()
-    (tmp_path / "planted/sitecustomize.py").write_text(PLANTED)
-    path = os.pathsep.join([str(tmp_path / "planted"), os.environ["PYTHONPATH"]])
-    return os.environ | {"PYTHONPATH": path}
-
-
-def test_a_killed_tuning_goes_on_and_keeps_what_is_fast_and_right(tiny, tmp_path, planted):
-    folder = tmp_path / "artifacts"
+def test_a_killed_tuning_goes_on_and_keeps_what_is_fast_and_right(tiny, tmp_path):
+    planted, folder = tmp_path / "planted", tmp_path / "artifacts"
+    planted.mkdir()
+    (planted / "sitecustomize.py").write_text(PLANTED)
+    env = os.environ | {"PYTHONPATH": f"{planted}{os.pathsep}{os.environ['PYTHONPATH']}"}
     workspace = Workspace(tiny.checkpoint, resolve("cpu"), folder, 2, "float32")
     build.make(workspace, workspace.weight_sets("dit"))
-    common = ["--checkpoint-path", tiny.checkpoint, "--artifacts-dir", folder, "--profile", "cpu"]
-    common += ["--tp-degree", 2, "--dtype", "float32", "--recipe", "distilled", *SIZE]
-    tune = [sys.executable, "-m", "ltx_neuron.tune", *common, "--rounds", 1, "--steps", 2]
-    tune = list(map(str, [*tune, "--keys", "attention", "blocks_per_graph"]))
+    words = ["--checkpoint-path", tiny.checkpoint, "--artifacts-dir", folder, "--profile", "cpu"]
+    words += ["--tp-degree", 2, "--dtype", "float32", "--recipe", "distilled"]
+    words += ["--height", 64, "--width", 64, "--num-frames", 9, "--rounds", 1, "--steps", 2]
+    tune = [sys.executable, "-m", "ltx_neuron.tune", *map(str, words), "--keys", "attention", "blocks_per_graph"]
 
     def rows() -> list[dict]:
         (journal,) = [*folder.glob("tuned/*/*.journal")] or [None]
@@ -64,7 +57,7 @@ def test_a_killed_tuning_goes_on_and_keeps_what_is_fast_and_right(tiny, tmp_path
     def of_ours() -> list[psutil.Process]:
         return [p for p in psutil.process_iter(["cmdline"]) if str(folder) in str(p.info)]
 
-    process = subprocess.Popen(tune, env=planted, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(tune, env=env, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL)
     wait_for(lambda: len(rows()) == 1)
     # The next variant is at work. Its PID may be the lower one: PIDs start again at 32768.
     wait_for(lambda: any(each.pid != process.pid for each in of_ours()))
@@ -73,9 +66,8 @@ def test_a_killed_tuning_goes_on_and_keeps_what_is_fast_and_right(tiny, tmp_path
     wait_for(lambda: not of_ours(), 60)  # what it had started ends by itself
     (first,) = rows()
 
-    done = succeeded(
-        subprocess.run(tune, env=planted, cwd=ROOT, capture_output=True, text=True, timeout=2 * SCRIPT_SECONDS)
-    )
+    how = dict(env=env, cwd=ROOT, capture_output=True, text=True, timeout=2 * SCRIPT_SECONDS)
+    done = succeeded(subprocess.run(tune, **how))
     assert rows()[0] == first  # it was not measured again
     measured, _, table = done.stdout.partition("ms a step  runs")
     assert "the profile's own: " not in measured, done.stdout
@@ -84,18 +76,15 @@ def test_a_killed_tuning_goes_on_and_keeps_what_is_fast_and_right(tiny, tmp_path
 
     workspace = Workspace(tiny.checkpoint, resolve("cpu"), folder, 2, "float32")
     workspace.take_tuned()
-    size = Size(64, 64, 9)
-    # Its graphs are compiled already.
-    job = make_job("", size)
-    _, manifest = workspace.dit_program_for(job, job.stages[0])
-    assert list(manifest.graphs) == ["step"]
+    _, manifest = workspace.dit_program_for(JOB, JOB.stages[0])
+    assert list(manifest.graphs) == ["step"]  # compiled already
 
 
 def test_both_forms_of_the_decoder_s_convolutions_are_timed_and_agree(tiny, tmp_path, capsys):
     workspace = Workspace(tiny.checkpoint, resolve("cpu"), tmp_path, 2, "float32")
     build.make(workspace, workspace.weight_sets("vae"))
-    compare_convolutions(workspace, make_job("", Size(64, 64, 9)), 1)
-    said = re.compile(r"vae_convolution=(\w+): ([\d.]+) ms a tile, (\S+) from conv2d")
-    (two, ms, none), (three, other, little) = said.findall(capsys.readouterr().out)
+    compare_convolutions(workspace, JOB, 1)
+    line = re.compile(r"vae_convolution=(\w+): ([\d.]+) ms a tile, (\S+) from conv2d")
+    (two, ms, none), (three, other, little) = line.findall(capsys.readouterr().out)
     assert (two, three) == ("conv2d", "conv3d") and min(float(ms), float(other)) > 0
     assert float(none) == 0 < float(little) < 1e-5

@@ -20,7 +20,6 @@ from ltx_neuron.sampling.conditions import ImageCondition, Retake, SoundConditio
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
 from ltx_neuron.weights.lora import Lora
 
-SEEN = StreamGuidance(cfg_scale=3.0)
 SPOKEN = StreamGuidance(cfg_scale=7.0, stg_scale=1.0, stg_blocks=(0,))
 
 
@@ -36,33 +35,26 @@ def mixed(tiny, jobs, tmp_path_factory) -> list[Job]:
     masked = {name: getattr(jobs[1], name) for name in ("references", "attention_mask")}
     film = masked["references"][0].path
     long = made_film(tmp_path_factory.mktemp("mixed") / "film.mp4", 17, 64, 64)
-    more = Retake(long, extend=0.6, source_frames=17)
-    dubbed = read_clip(film, first)
-    voice = read_voice(long)
-    guided = {"recipe": "dev", "num_inference_steps": 2, "negative_prompt": "dust"}
-    alone = Size(0, 0, 30, 30.0), Guidance(StreamGuidance(), SPOKEN)
+    voice, dust = read_voice(long), {"negative_prompt": "dust"}
+    guided = dust | {"recipe": "dev", "num_inference_steps": 2}
+    guidance = Guidance(StreamGuidance(cfg_scale=3.0), SPOKEN)
+    heard = {"guidance": Guidance(StreamGuidance(), SPOKEN), "sound_only": True}
+    both = {"stage_1_loras": first, "stage_2_loras": second}
     return [
         make_job("an IC-LoRA", TWO, 11, stage_1_loras=first, **masked),
         make_job("text to video", ONE, 12),
         make_job("another IC-LoRA", TWO, 13, stage_1_loras=second, **masked),
         make_job("image to video", ONE, 14, images=(ImageCondition(tiny.image),)),
-        make_job("made longer by two windows", Size(64, 64, 25), 18, retake=more),
+        make_job("two windows", Size(64, 64, 25), 18, retake=Retake(long, extend=0.6, source_frames=17)),
         make_job("a retake", ONE, 15, retake=Retake(film, 0.05, 0.2)),
         make_job("the first again", TWO, 16, stage_1_loras=first, **masked),
         make_job("audio to video", TWO, 17, sound=SoundCondition(film)),
-        make_job("dubbing", TWO, 19, loras=first, **dubbed),
+        make_job("dubbing", TWO, 19, loras=first, **read_clip(film, first)),
         make_job("a reference voice", TWO, 20, stage_1_loras=first, reference_sound=voice),
-        make_job(
-            *("a guided voice", TWO, 21),
-            **guided,
-            guidance=Guidance(SEEN, SPOKEN),
-            stage_1_loras=first,
-            stage_2_loras=second,
-            reference_sound=voice,
-        ),
-        make_job("normalized attention guidance", ONE, 22, negative_prompt="dust", nag_scale=11.0),
+        make_job("a guided voice", TWO, 21, **guided, **both, guidance=guidance, reference_sound=voice),
+        make_job("normalized attention guidance", ONE, 22, **dust, nag_scale=11.0),
         make_job("a bed of noise", TWO, 24, sound=SoundCondition(film, bed=-30.0)),
-        make_job("sound alone", alone[0], 26, **guided, guidance=alone[1], sound_only=True),
+        make_job("sound alone", Size(0, 0, 30, 30.0), 26, **guided, **heard),
     ]
 
 

@@ -1,8 +1,7 @@
-"""Processes that shard, compile, generate and read the prompt cache in one artifacts folder, all at
-once: every one of them succeeds, and what lies there afterwards is whole."""
+"""Processes that shard, compile, generate and read the prompt cache in one artifacts folder, all at once: every one of
+them succeeds, and what lies there afterwards is whole."""
 
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from conftest import SCRIPT_SECONDS, Setup, succeeded
@@ -15,40 +14,30 @@ pytestmark = pytest.mark.timeout(4 * SCRIPT_SECONDS)
 ROUNDS, PROCESSES, TP = stress_count(50), 4, 2
 SIZE = {"height": 64, "width": 64, "num_frames": 9}
 DIT, GEMMA = "shards/shard_backbone_weights.py", "shards/shard_gemma3_weights.py"
+VIDEOS: set[bytes] = set()  # of all rounds
 
 
-@pytest.fixture(scope="module")
-def videos() -> set[bytes]:
-    """Those of all rounds."""
-    return set()
-
-
-def make_all(setup: Setup, number: int) -> list[bytes]:
-    """What a process does. Every second one generates once more, now with a prompt that some
-    process has encoded."""
+def make_all(setup: Setup, number: int) -> None:
+    """What a process does. Every second one generates once more, now with a prompt that some process has encoded."""
     succeeded(setup.run(DIT, gemma=False))
     succeeded(setup.run(GEMMA))
     succeeded(setup.run("compile/compile_transformer.py", gemma=False, **SIZE))
     succeeded(setup.run("compile/compile_gemma3.py"))
-    made = []
     for again in range(1 + number % 2):
-        path: Path = setup.folder / f"{number}-{again}.mp4"
+        path = setup.folder / f"{number}-{again}.mp4"
         flags = SIZE | {"prompt": "a red fox", "output_path": path, "neuron_gemma": True}
         succeeded(setup.run("src/generate_ltx23.py", **flags))
-        made.append(path.read_bytes())
-    return made
+        VIDEOS.add(path.read_bytes())
 
 
 @pytest.mark.parametrize("number", range(ROUNDS))
-def test_processes_in_one_empty_folder_all_succeed_and_make_the_same_video(tiny, videos, tmp_path, number):
+def test_processes_in_one_empty_folder_all_succeed_and_make_the_same_video(tiny, tmp_path, number):
     setup = Setup(tmp_path, tiny, TP, "float32")
     with ThreadPoolExecutor(PROCESSES) as pool:
-        made = pool.map(lambda process: make_all(setup, process), range(PROCESSES))
-        videos |= {video for each in made for video in each}
-    assert len(videos) == 1
+        list(pool.map(lambda process: make_all(setup, process), range(PROCESSES)))
+    assert len(VIDEOS) == 1
     succeeded(setup.run(DIT, gemma=False, verify=True))
     succeeded(setup.run(GEMMA, verify=True))
     graphs = [path.parent for path in setup.artifacts.glob(f"graphs/*/{MANIFEST}")]
     assert len(graphs) > 2 and [bad for path in graphs for bad in damaged_graphs(path)] == []
-    left = [p for p in setup.artifacts.rglob("*") if p.name.endswith((".lock", ".partial"))]
-    assert left == []
+    assert [path for path in setup.artifacts.rglob("*") if path.name.endswith((".lock", ".partial"))] == []
