@@ -244,6 +244,7 @@ def test_a_worker_waits_for_a_locked_database_and_one_attempt_outlives_a_clock_t
             on_step_end(stage, number)
 
         working.engine.on_step_end = move
+        queue.database.write("UPDATE jobs SET crash_count = 1")  # which a finished stage clears
         other = sqlite3.connect(queue.database.path, isolation_level=None, check_same_thread=False)
         other.execute("BEGIN IMMEDIATE")
         threading.Timer(5, other.execute, ("COMMIT",)).start()
