@@ -33,6 +33,7 @@ from unit.service.client import (
     WITH_TAIL,
     Sent,
     answer_of,
+    form,
     job_sent,
     listening,
     post_form,
@@ -116,6 +117,15 @@ def test_a_request_becomes_a_job_with_its_files_beside_it(studio, files, kind):
     assert {path.read_bytes() for path in folder.iterdir()} == sent
     assert send(studio, "DELETE", f"{VIDEOS}/{video['id']}").status == 200
     assert not folder.exists()
+
+
+def test_a_form_with_a_sound_is_the_same_job_when_it_is_sent_again_with_its_key(studio, files):
+    headers = studio.headers(FORM, idempotency_key=b"k")
+    contents = (files["sound.wav"], files["sound.wav"], files["heard.mkv"])
+    bodies = [form({"prompt": "waves", "size": SIZE, "audio_reference": content}) for content in contents]
+    first, again, other = (studio.ask(Sent("POST", VIDEOS, b"", headers, body)) for body in bodies)
+    assert (first.status, again.status, other.status) == (200, 200, 409), again.body
+    assert json.loads(first.body)["id"] == json.loads(again.body)["id"]
 
 
 def test_each_kind_of_job_is_taken_of_the_later_release_as_well(tmp_path, files, monkeypatch):
