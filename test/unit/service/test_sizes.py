@@ -1,6 +1,7 @@
 """The compiled sizes: that of a request, and how compiling records them."""
 
 import json
+import os
 
 import pytest
 from jobs import make_job, replace
@@ -74,6 +75,9 @@ def test_sizes_are_read_again_when_a_manifest_changes(tmp_path):
     assert len(sizes.compiled) == 2  # a folder is no graph before it has a manifest
     write_json(folder / MANIFEST, {})
     assert LARGE in offered(sizes)
+    sizes.workspace.recorded |= Compiled(later := Size(256, 256, 49)).recorded  # for graphs that exist
+    os.utime(folder / MANIFEST, (0, 0))
+    assert later in offered(sizes)
 
 
 def test_a_size_is_recorded_once_beside_others_and_changes_nothing_else(tmp_path):
