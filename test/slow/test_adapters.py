@@ -4,11 +4,12 @@ name on the Hub. The first of each kind makes a video; the others find its graph
 import json
 import re
 import shlex
+from zlib import crc32
 
 import pytest
 import torch
 from conftest import QUICK
-from helpers import made_film, read_video
+from helpers import generator, made_film, read_video
 from hub_server import Hub, use
 from safetensors.torch import load_file, save_file
 from unit.project.test_docs import commands, text_of
@@ -60,13 +61,13 @@ def adapter(words: list[str]) -> str:
 
 def write_lora(path, checkpoint: dict, repository: str, version: str) -> None:
     layers = next(layers for part, layers in LAYERS.items() if part in repository)
-    generator, tensors = torch.Generator().manual_seed(len(repository)), {}
+    drawn, tensors = generator(crc32(repository.encode())), {}
     for key, weight in checkpoint.items():
         block = key.startswith(f"{DIFFUSION}transformer_blocks.") and key.endswith(".weight")
         if block and weight.ndim == 2 and any(layer in key for layer in layers):
             name = f"diffusion_model.{key.removeprefix(DIFFUSION).removesuffix('.weight')}"
             for part, shape in {"lora_A": (RANK, weight.shape[1]), "lora_B": (weight.shape[0], RANK)}.items():
-                values = 0.02 * torch.randn(shape, generator=generator)
+                values = 0.02 * torch.randn(shape, generator=drawn)
                 tensors[f"{name}.{part}.weight"] = values.bfloat16()
     assert tensors, repository
     scale = SCALES.get(version)
