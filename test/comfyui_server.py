@@ -1,0 +1,97 @@
+"""ComfyUI as a process, with the project's folder in its custom_nodes, and its example workflow as
+ComfyUI's page sends it. COMFYUI names ComfyUI's folder, COMFYUI_PYTHON the interpreter of its
+environment. Imported as `comfyui_server`."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+
+from conftest import ROOT
+from helpers import wait_for
+
+WORKFLOW = ROOT / "comfyui/example_workflows/ltx-neuron.json"
+WIDGETS = ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO")  # inputs that a page shows as fields
+BYPASSED = 4  # a node's mode
+STATED = "control_after_generate"  # a seed has a second field on the page
+
+
+class ComfyUI:
+    def __init__(self, url: str, base: Path):
+        self.url, self.base = url, base
+
+    def ask(self, path: str, body: dict | None = None):
+        """A route's JSON."""
+        data = body and json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)
+
+    def run(self, prompt: dict) -> dict:
+        """The finished history entry of a prompt."""
+        (id,) = (self.ask("/prompt", {"prompt": prompt})["prompt_id"],)
+        wait_for(lambda: self.ask(f"/history/{id}"))
+        return self.ask(f"/history/{id}")[id]
+
+    def prompt_of(self, workflow: dict) -> dict:
+        """What ComfyUI's page sends for a saved workflow: a node's fields by name, links of nodes
+        that are not bypassed."""
+        nodes = {node["id"]: node for node in workflow["nodes"] if node["mode"] != BYPASSED}
+        links = {link[0]: link[1:3] for link in workflow["links"]}
+        prompt = {}
+        for id, node in nodes.items():
+            (info,) = self.ask(f"/object_info/{node['type']}").values()
+            values, inputs = iter(node["widgets_values"]), {}
+            for kind, names in info["input_order"].items():
+                for name in names if kind != "hidden" else ():
+                    of_type, more = [*info["input"][kind][name], {}][:2]
+                    if isinstance(of_type, list) or of_type in WIDGETS:
+                        inputs[name] = next(values)
+                        if more.get(STATED):
+                            next(values)
+            assert not [*values], f"{node['type']}: fields that the node does not have"
+            for entry in node["inputs"]:
+                if entry["link"] is not None and (source := links[entry["link"]])[0] in nodes:
+                    inputs[entry["name"]] = [str(source[0]), source[1]]
+            prompt[str(id)] = {"class_type": node["type"], "inputs": inputs}
+        return prompt
+
+
+@contextmanager
+def started(base: Path, **environment: str):
+    """ComfyUI on a folder of its own."""
+    shutil.copytree(ROOT / "comfyui", base / "custom_nodes/ltx-neuron")
+    for name in ("input", "output", "temp", "user", "models"):
+        (base / name).mkdir()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [os.environ.get("COMFYUI_PYTHON", sys.executable), "main.py", "--cpu"]
+    command += ["--port", str(port), "--base-directory", str(base), "--disable-api-nodes"]
+    command += ["--database-url", "sqlite:///:memory:"]
+    with open(base / "log", "wb") as log:
+        process = subprocess.Popen(
+            command,
+            cwd=os.environ["COMFYUI"],
+            env={**os.environ, "PYTHONPATH": "", **environment},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+    comfyui = ComfyUI(f"http://127.0.0.1:{port}", base)
+
+    def answers() -> bool:
+        assert process.poll() is None, (base / "log").read_text()
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
+    try:
+        wait_for(answers)
+        yield comfyui
+    finally:
+        process.terminate()
+        process.wait(30)
