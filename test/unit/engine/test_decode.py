@@ -5,7 +5,10 @@ import json
 import subprocess
 import sys
 import threading
+import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from jobs import make_job, replace
 from safetensors import safe_open
 
 from ltx_neuron import flags
+from ltx_neuron.backends.tiles import RankSound, RankTiles
 from ltx_neuron.config.common import CHECKPOINT_DOWNLOAD
 from ltx_neuron.config.profiles import PROFILES
 from ltx_neuron.engine.decode import Decoder
@@ -415,3 +419,21 @@ def test_weights_in_an_unknown_dtype_are_refused_by_name_before_anything_loads(t
     message = r"vae\.decoder\.conv_in.*: stored as F8_E5M2, which is not implemented; wanted.*BF16"
     with pytest.raises(UserError, match=f"(?s){message}.*--checkpoint-path FILE: hf download"):
         host_models(tiny, checkpoint=path).check(["video_decoder"])
+
+
+def test_ranks_that_decode_picture_and_sound_in_two_threads_do_one_at_a_time():
+    ranks, running, most = SimpleNamespace(tp=1, at_once=1, size=1), [], []
+
+    def share(calls: list) -> list:
+        running.append(1)
+        time.sleep(0.05)
+        most.append(len(running))
+        running.pop()
+        return [[torch.zeros(1)] for _ in calls]
+
+    ranks.share, lock = share, threading.Lock()
+    decoders = [RankTiles(ranks, lock), RankSound(ranks, {}, lock)]
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(decoder._run, "vae", "frames", [{}]) for decoder in decoders]:
+            done.result()
+    assert most == [1, 1]

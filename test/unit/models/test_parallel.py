@@ -19,7 +19,7 @@ from ltx_neuron.models.attention import (
     part_of_attention,
     sdpa,
 )
-from ltx_neuron.models.parallel import ContextParallel, FeedForward, SingleRank, rms_norm, sum_partials
+from ltx_neuron.models.parallel import ContextParallel, FeedForward, ShardedRMSNorm, SingleRank, rms_norm, sum_partials
 from ltx_neuron.models.rope import split_rope
 
 HEADS, SIZE, TOKENS, KEYS = 8, 6, 5, 7
@@ -299,3 +299,9 @@ def test_no_token_grows_beyond_tau_times_its_prompts_norm_and_smaller_ones_are_e
 def test_guidance_measures_the_norm_of_all_ranks_heads(tp):
     expected = guided(POSITIVE, NEGATIVE, 6.0, 0.5, 1.5)
     assert rel(guided(POSITIVE, NEGATIVE, 6.0, 0.5, 1.5, tp=tp), expected) < fp32_bound(12)
+
+
+def test_the_squares_of_a_norm_over_ranks_are_summed_in_fp32():
+    x = randn(3, 4096).bfloat16()
+    expected = x.double().square().sum(-1, keepdim=True)
+    assert rel(ShardedRMSNorm.statistic(x), expected) < fp32_bound(4096)

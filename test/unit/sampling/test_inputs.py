@@ -379,3 +379,9 @@ def test_a_call_is_refused_by_the_names_of_its_arguments(message):
         LTXPipeline(Jobs(), "distilled")("rain", **(unknown or CALLS[message]))
     assert message in str(error.value)
     assert "qwertz" not in unknown or str(error.value) == message
+
+
+def test_an_image_at_frame_minus_1_is_the_last_frame_of_the_file_not_of_its_tail():
+    assert (
+        job(replace(ONE, num_frames=25), tail_frames=8, image=(ImageCondition(FILE, -1),)).placed[0].frame_index == 16
+    )

@@ -193,3 +193,14 @@ def test_motion_speed_scales_the_time_of_all_video_tokens_and_nothing_else():
     (video, audio), (slow, heard) = positions(1.0), positions(0.25)
     assert furthest(slow[:, 0], video[:, 0] / 4) < 1e-6
     assert torch.equal(slow[:, 1:], video[:, 1:]) and torch.equal(heard, audio)
+
+
+def test_every_generated_keyframe_starts_stage_2_as_its_own_plane_of_stage_1():
+    job = make_job("rain", Size(128, 256, 17, two_stage=True), num_generated_keyframes=2)
+    start = torch.zeros(1, 128, 3, 4, 8), torch.zeros(1, 8, AUDIO_FRAMES, 16)
+    planes = randn(1, 128, 2, 4, 8)
+    tensors = {"upsampled_keyframes": planes}
+    video, _ = initial_states(job, True, tensors, start, [], Compat(), torch.float32)
+    first, second = video.latent[:, -2 * 32 :].split(32, dim=1)
+    for number, tokens in enumerate((first, second)):
+        assert torch.equal(tokens, patchify_video(planes[:, :, number : number + 1])), number

@@ -380,3 +380,22 @@ def test_a_periodic_task_continues_after_an_error_and_ends_with_its_block(capsys
     time.sleep(0.05)
     assert len(calls) == ended
     assert "OSError: away for a moment" in capsys.readouterr().err
+
+
+def test_a_transaction_that_reads_first_waits_for_the_one_that_writes(queue):
+    submit(queue)
+    begun = threading.Event()
+
+    def add(wait: bool) -> None:
+        with queue.database.writing() as connection:
+            begun.set()
+            count = connection.execute("SELECT count(*) FROM jobs").fetchone()[0]
+            time.sleep(0.2 if wait else 0)
+            connection.execute("UPDATE jobs SET crash_count = crash_count + :count", {"count": count})
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(add, True)
+        assert begun.wait(10)
+        second = pool.submit(add, False)
+        first.result(), second.result()
+    assert queue.database.read("SELECT crash_count FROM jobs")[0][0] == 2

@@ -1,6 +1,7 @@
 """LoRAs of every trainer are merged to the bits of ltx-core's loader; what fits no weight is refused by its name."""
 
 import json
+import os
 import re
 from functools import reduce
 from pathlib import Path
@@ -11,7 +12,7 @@ from golden.upstream import fused_state
 from helpers import one_thread, randn  # noqa: F401
 from jobs import make_job
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 
 from ltx_neuron.artifacts import build
 from ltx_neuron.artifacts.workspace import Workspace
@@ -490,3 +491,15 @@ def test_weights_that_a_lora_cannot_be_added_to_without_doubt_are_refused(tiny, 
     kohya = written(tmp_path, respelled(load_file(tiny.lora), flat("lora_unet_"), **KOHYA))
     with pytest.raises(UserError, match=r"0_attn1_to_q\.lora_down\.weight: matches no weight"):
         merged(tiny, (kohya, 1.0), checkpoint=path)
+
+
+def test_a_lora_that_is_overwritten_while_the_process_runs_is_another_one(tiny, tmp_path):
+    path = tmp_path / "lora.safetensors"
+    identities = []
+    for factor in (1, 2):
+        content = save({name: factor * tensor for name, tensor in load_file(tiny.lora).items()})
+        with open(path, "r+b" if path.exists() else "wb") as file:  # the same inode and size
+            file.write(content)
+        os.utime(path, ns=(0, factor))
+        identities.append(identity_of((Lora(path),)))
+    assert identities[0] != identities[1]

@@ -33,7 +33,7 @@ from ltx_neuron.sampling.size import Size
 from ltx_neuron.text.inputs import embedded_tokenizer, load_tokenizer, tokenize
 from ltx_neuron.weights.checkpoint import Source
 from ltx_neuron.weights.lora import Lora
-from ltx_neuron.weights.model_files import ModelFiles, TextEncoderFile, kind_of, located
+from ltx_neuron.weights.model_files import ModelFiles, TextEncoderFile, kind_of, located, named_release
 from ltx_neuron.weights.sharding import SHARDED_MODELS
 from ltx_neuron.weights.tensorfile import TensorFile
 
@@ -265,3 +265,10 @@ def test_files_with_the_names_of_transformers_and_of_comfyui_give_equal_weights(
     assert {"layers.0.layer_scalar", "video_aggregate_embed.bias", "norm.weight"} < set(flat.names)
     assert set(flat.names) == set(other.names)
     assert all(torch.equal(flat.tensor(name), other.tensor(name)) for name in flat.names)
+
+
+def test_the_release_in_the_metadata_counts_more_than_the_one_in_the_name(tmp_path):
+    for metadata, version in ((None, "2.3"), ({"model_version": "2.5.0"}, "2.5")):
+        save_file({"x": torch.zeros(1)}, path := tmp_path / "ltx-2.3-lora.safetensors", metadata)
+        release = named_release(TensorFile(path, ""))
+        assert release and release.version == version
