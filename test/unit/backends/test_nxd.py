@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from helpers import save_weights
 from torch import Tensor, nn
 
 from ltx_neuron.backends import export, mesh, nki, registry
@@ -241,3 +242,14 @@ def test_the_profile_chooses_the_backend_and_the_identity_of_a_graph_names_what_
     assert registry.identity(other, "dit") == registry.identity(resolve(TRN2, TORCH), "dit") == {}
     # The compiler's target is that of the profile; Trainium2's graphs have none in their identity.
     assert registry.identity(resolve("trn3", NXD), "dit") == identity | {"target": "trn3"}
+
+
+def test_weights_that_replace_others_are_those_of_their_folder_from_then_on(tmp_path):
+    """Without NxD: of a loaded set, only what replacing touches."""
+    held = SimpleNamespace(
+        shapes={"w": (2,)}, dtype=torch.float32, tensors=[{"w": torch.zeros(2)}], folder=tmp_path / "a"
+    )
+    ranks = object.__new__(runtime.NxdRanks)
+    ranks.tp, ranks._sets = 1, [held]
+    ranks.replace_weights(other := save_weights(tmp_path / "b", {"w": torch.ones(2)}))
+    assert held.folder == other and torch.equal(held.tensors[0]["w"], torch.ones(2))

@@ -9,6 +9,7 @@ from ltx_neuron.sampling.latents import (
     keyframe_positions,
     patchify_audio,
     patchify_video,
+    reference_positions,
     unpatchify_audio,
     unpatchify_video,
     video_positions,
@@ -109,3 +110,9 @@ def test_video_latents_have_the_shape_that_ltx_core_gives_a_video(pixels):
     height, width, frames = pixels
     theirs = VideoLatentShape.from_pixel_shape(VideoPixelShape(1, frames, height, width, 24.0))
     assert video_latent_shape(height, width, frames) == (theirs.frames, theirs.height, theirs.width)
+
+
+def test_a_token_of_a_half_size_reference_is_at_the_middle_of_the_four_that_it_stands_for():
+    whole, half = reference_positions((2, 4, 6), 24.0), reference_positions((2, 2, 3), 24.0, space_scale=2)
+    expected = whole.unflatten(2, (2, 2, 2, 3, 2)).mean((4, 6)).flatten(2)
+    assert torch.allclose(half, expected)

@@ -1,5 +1,5 @@
 """A reference voice: its tokens, its graphs, the fifth pass, and what its flags and requests say.
-Whole runs: test/slow/test_golden_inputs.py."""
+Whole runs: test/slow/test_golden.py."""
 
 from functools import cache
 from pathlib import Path
