@@ -57,7 +57,8 @@ def decode(*latent):
 
 def encode(frames, height, width):
     frame = numpy.zeros((height, width, 3), numpy.uint8)
-    host.encode_video(pixels_of((frame for _ in range(frames)), height, width).to(dtype))
+    pixels = pixels_of((frame for _ in range(frames)), height, width)  # kept, as a caller keeps them
+    host.encode_video(pixels.to(dtype))
 
 torch.set_num_threads({THREADS})
 config = merge(released_config(), {NARROW})

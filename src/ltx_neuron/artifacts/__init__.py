@@ -77,8 +77,8 @@ def find(artifacts: Path, identity: dict, command: str) -> Path:
 
     nearest = min(others, key=distance)
     raise UserError(
-        f"the {what} that this run needs are not in {artifacts}. Different in the nearest ones:"
-        f" {_differing(identity, nearest)}\nMake them: {command}"
+        f"no matching {what} in {artifacts}. The nearest {_differing(identity, nearest)}\nMake"
+        f" them: {command}"
     )
 
 
@@ -99,10 +99,14 @@ def differences(expected: dict, stored: dict) -> list[tuple]:
 
 def _differing(expected: dict, stored: dict | None) -> str:
     """The differences of two identities, in words."""
-    return "; ".join(
-        f"{_MEANINGS.get(field, field)} ({got or 'none'}, wanted {want or 'none'})"
-        for field, want, got in differences(expected, stored or {})
-    )
+    if stored is None:
+        return "cannot be read"
+    fields = []
+    for field, want, got in differences(expected, stored):
+        meaning = f" ({_MEANINGS[field]})" if field in _MEANINGS else ""
+        got, want = ("none" if value == [] else value for value in (got, want))
+        fields.append(f"{field}{meaning}: got {got}, wanted {want}")
+    return "differs in " + "; ".join(fields)
 
 
 def finished_weights(artifacts: Path, model: str) -> list[Path]:

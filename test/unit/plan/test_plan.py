@@ -267,8 +267,8 @@ def test_the_hosts_memory_is_planned_beside_what_the_machine_has(planned):
     assert plan.host_bytes_to_load == 4 * plan.dit_weight_bytes_per_rank
     assert plan.host_bytes_to_load < TRN2.host_memory_bytes == plan.host_limit_bytes
     assert plan.host_bytes_mapped == 0 and "files' pages" not in table(plan)
-    # 2.2 to 2.5 GB were measured on two cores; more take more.
-    assert 2.0e9 < plan.host_bytes_to_decode < 3.0e9
+    # The count itself: test_vae_memory.
+    assert 1.4e9 < plan.host_bytes_to_decode < 2.4e9
     narrow = planned(SHORT, replace(TRN2, host_dtype="bfloat16"))
     assert narrow.host_bytes_to_decode < 0.9 * plan.host_bytes_to_decode
     assert f"{format_bytes(narrow.host_bytes_to_decode)} to decode in bfloat16" in table(narrow)
