@@ -43,10 +43,10 @@ def test_a_killed_tuning_goes_on_and_keeps_what_is_fast_and_right(tiny, tmp_path
     planted.mkdir()
     (planted / "sitecustomize.py").write_text(PLANTED)
     env = os.environ | {"PYTHONPATH": f"{planted}{os.pathsep}{os.environ['PYTHONPATH']}"}
-    workspace = Workspace(tiny.checkpoint, resolve("cpu"), folder, 2, "float32")
+    workspace = Workspace(tiny.checkpoint, resolve("cpu"), folder, 1, "float32")
     build.make(workspace, workspace.weight_sets("dit"))
     words = ["--checkpoint-path", tiny.checkpoint, "--artifacts-dir", folder, "--profile", "cpu"]
-    words += ["--tp-degree", 2, "--dtype", "float32", "--recipe", "distilled"]
+    words += ["--tp-degree", 1, "--dtype", "float32", "--recipe", "distilled"]
     words += ["--height", 64, "--width", 64, "--num-frames", 9, "--rounds", 1, "--steps", 2]
     tune = [sys.executable, "-m", "ltx_neuron.tune", *map(str, words), "--keys", "attention", "blocks_per_graph"]
 
@@ -74,7 +74,7 @@ def test_a_killed_tuning_goes_on_and_keeps_what_is_fast_and_right(tiny, tmp_path
     assert "attention=matmul: differs: s1_" in table, done.stdout
     assert "blocks_per_graph=1: not kept" in table and "blocks_per_graph=0: chosen" in table
 
-    workspace = Workspace(tiny.checkpoint, resolve("cpu"), folder, 2, "float32")
+    workspace = Workspace(tiny.checkpoint, resolve("cpu"), folder, 1, "float32")
     workspace.take_tuned()
     _, manifest = workspace.dit_program_for(JOB, JOB.stages[0])
     assert list(manifest.graphs) == ["step"]  # compiled already
