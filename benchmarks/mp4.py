@@ -12,9 +12,9 @@ conversion; only the stream's settings differ:
     ours      what write_video has
     the others each change one setting of ours
 
-SSIM (Gaussian window of 11, sigma 1.5, every fifth frame) and PSNR compare the decoded luma with the encoder's input.
-Bytes repeat if all runs give one file: on one core and on all of them, and with the instructions
-of older CPUs. In turn, upstream and ours are timed.
+SSIM (Gaussian window of 11, sigma 1.5, every fifth frame) and PSNR compare the decoded luma with
+the encoder's input. Bytes repeat if all runs give one file: on one core and on all of them, and
+with the instructions of older CPUs. In turn, upstream and ours are timed.
 """
 
 import os

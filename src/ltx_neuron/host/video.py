@@ -17,9 +17,9 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.host.background import check_cancelled
 from ltx_neuron.host.spectrogram import resample
 
-# Quality and speed are those of ltx-pipelines since 1.1.3. x264's output depends on its thread count,
-# so that is fixed. Its AVX-512 code of the macroblock tree gives other bytes from run to run if the
-# width is not a multiple of 256 (seen with PyAV 18.1); cpu-independent chooses the C code.
+# Quality, size and speed are those of ltx-pipelines since 1.1.3. The output depends on the number
+# of threads, so that is fixed. x264's AVX-512 code of the macroblock tree gives other bytes in each
+# run if the width is not a multiple of 256 (PyAV 18.1); cpu-independent chooses the C code.
 X264_THREADS = 4
 X264_OPTIONS = {"crf": "19", "preset": "veryfast", "x264-params": "cpu-independent=1"}
 # AVColorSpace, AVColorPrimaries, AVColorTransferCharacteristic of BT.709; range 16..235.
