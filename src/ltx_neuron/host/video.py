@@ -19,9 +19,9 @@ from ltx_neuron.host.background import check_cancelled
 from ltx_neuron.host.spectrogram import resample
 
 # Quality, size and speed are those of ltx-pipelines since 1.1.3. The output depends on the number
-# of threads, so that is fixed. x264's AVX-512 code of the macroblock tree (PyAV 18.1) reads on after
-# a row of blocks, so that equal frames give other bytes in each run if the width is no multiple of
-# 128. Its SSSE3 code does not, and gives the bytes of its AVX2 code in the same time.
+# of threads, so that is fixed. x264's AVX-512 code of the macroblock tree (PyAV 18.1) reads past
+# each row of blocks: equal frames give other bytes in each run if the width is no multiple of 128.
+# Its SSSE3 code does not, and gives the bytes of its AVX2 code in the same time.
 X264_THREADS = 4
 X264_CODE = "asm=ssse3" if platform.machine() == "x86_64" else "cpu-independent=1"
 X264_OPTIONS = {"crf": "19", "preset": "veryfast", "x264-params": X264_CODE}

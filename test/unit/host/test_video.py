@@ -115,7 +115,7 @@ def test_a_frames_colours_are_the_means_of_two_by_two_pixels_for_any_number_of_t
 
 
 def test_a_video_has_the_same_bytes_however_its_frames_and_its_sound_come(tmp_path):
-    # 192 wide: a width at which x264's AVX-512 code of the macroblock tree differs from run to run.
+    # 192 wide: no multiple of 128, so that x264's AVX-512 code would differ from run to run.
     frames, order = clip(17, 128, 192), []
 
     def write(lengths, sound_at: int = 1) -> bytes:
