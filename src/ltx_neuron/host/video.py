@@ -1,6 +1,7 @@
 """Writes results: an MP4 with H.264 video and AAC sound, a WAV, and frames as PNG pictures."""
 
 import math
+import platform
 import re
 import wave
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -17,11 +18,13 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.host.background import check_cancelled
 from ltx_neuron.host.spectrogram import resample
 
-# x264's output depends on its thread count, so that is fixed. Quality and speed are those of
-# ltx-pipelines since 1.1.3. The macroblock tree reads uninitialised memory if the width is not a
-# multiple of 256 (seen with PyAV 18.1). It is disabled, so that equal frames give equal bytes.
+# Quality, size and speed are those of ltx-pipelines since 1.1.3. The output depends on the number
+# of threads, so that is fixed. x264's AVX-512 code of the macroblock tree (PyAV 18.1) reads past
+# each row of blocks: equal frames give other bytes in each run if the width is no multiple of 128.
+# Its SSSE3 code does not, and gives the bytes of its AVX2 code in the same time.
 X264_THREADS = 4
-X264_OPTIONS = {"crf": "19", "preset": "veryfast", "mbtree": "0"}
+X264_CODE = "asm=ssse3" if platform.machine() == "x86_64" else "cpu-independent=1"
+X264_OPTIONS = {"crf": "19", "preset": "veryfast", "x264-params": X264_CODE}
 # AVColorSpace, AVColorPrimaries, AVColorTransferCharacteristic of BT.709; range 16..235.
 BT709, LIMITED_RANGE = 1, 1
 # Sample rates of AAC.
@@ -218,7 +221,8 @@ def _add_video_stream(container, rate: Fraction, height: int, width: int):
     stream = container.add_stream("libx264", rate=rate, options=X264_OPTIONS)
     stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
     context = stream.codec_context
-    context.thread_count = X264_THREADS
+    # A thread a picture: PyAV's default, threads within a picture, cuts it into slices
+    context.thread_count, context.thread_type = X264_THREADS, "FRAME"
     context.colorspace = context.color_primaries = context.color_trc = BT709
     context.color_range = LIMITED_RANGE
     return stream
