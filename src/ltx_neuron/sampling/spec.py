@@ -267,6 +267,11 @@ class ConditionFields(Fields):
     video_conditioning: WeightedFiles = _option(
         "a reference video or image for --ic-lora; repeatable", "PATH STRENGTH", default=()
     )
+    upscale_video: str | None = _option(
+        "upscale this video by the upscaler of --ic-lora, in tiles: length, frame rate and sound"
+        " are its own, --height and --width too by default, times the upscaler's factor",
+        "FILE",
+    )
     conditioning_attention_mask: WeightedFiles = _option(
         "attention weights of the references as a video: white is 1, black 0",
         "PATH STRENGTH",
@@ -519,6 +524,7 @@ INPUT_FILES = {
     "audio_path": ("a sound", "FILE"),
     "video_path": ("a video", "FILE"),
     "conditioning_attention_mask": ("a video", "FILE STRENGTH"),
+    "upscale_video": ("a video", "FILE"),
     "reference_video": ("a video with sound", "FILE"),
     "reference_audio": ("a sound", "FILE"),
 }
