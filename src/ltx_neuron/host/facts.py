@@ -82,7 +82,7 @@ def _clip(inputs: JobInputs) -> tuple[int, float]:
 
 
 UPSCALED = "--upscale-video"
-_LONGEST = 20  # seconds: the last position of the released models
+_LONGEST, _PART = 20, 19  # seconds: the released models' last position; of a cut video's parts
 
 
 def upscaling(inputs: JobInputs, ic_loras: WeightSet) -> dict[str, Any]:
@@ -94,10 +94,12 @@ def upscaling(inputs: JobInputs, ic_loras: WeightSet) -> dict[str, Any]:
     check_readable(path, UPSCALED, f"; pass a video as {UPSCALED} FILE")
     clip, (scale, _) = footage(path, UPSCALED, inputs.upright), reference_scale(ic_loras)
     if clip.seconds > _LONGEST:
-        parts = ffmpeg(path, "%03d.mp4", "-f", "segment", "-segment_time", _LONGEST)
+        cut = ["-force_key_frames", f"expr:gte(t,n_forced*{_PART})", "-f", "segment"]
+        cut += ["-segment_time", _PART, "-reset_timestamps", 1]
         raise UserError(
             f"{UPSCALED} {path} lasts {clip.seconds:.1f} s, wanted at most {_LONGEST}: a tile has"
-            f" all of a video's frames, and the model has no later positions.\nType: {parts}"
+            f" all of a video's frames, and the model has no later positions.\nType:"
+            f" {ffmpeg(path, '%03d.mp4', *cut)}"
         )
     frames = (clip.num_frames - 1) // TIME_SCALE * TIME_SCALE + 1
     sides = [-(-side // SPACE_SCALE) * SPACE_SCALE * scale for side in clip.sides]
