@@ -457,7 +457,8 @@ class JobFields(
         if "video_path" in of_line.model_fields_set:  # its file determines the size
             names = (*SIZES, "tail_frames", "auto_duration")
             values = {name: JobFields.model_fields[name].default for name in names}
-        elif "reference_video" in of_line.model_fields_set:  # its file determines the length
+        elif of_line.model_fields_set & {"reference_video", "upscale_video"}:
+            # Their file determines the length.
             values = dict.fromkeys((*_LENGTH, "frame_rate", "tail_frames"))
         elif of_line.sound_only:  # nor has it the command's picture
             values = {"two_stage": False, **dict.fromkeys((*PICTURE_FIELDS, "tail_frames"))}
