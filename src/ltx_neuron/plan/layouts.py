@@ -129,10 +129,11 @@ def layout_settings(
         if cp <= max_groups and replace(base, **fields).connected(tp):
             context.append(fields)
     yield from context
-    for groups in reversed(guidance):  # the most groups that leave chips to divide their clips over
-        left = max_groups // groups["guidance_parallel"]
-        if fitting := [cp for cp in context if cp["context_parallel"] <= left]:
-            yield groups | fitting[-1]
+    for groups in reversed(guidance):  # the most, or fewer where these leave chips idle
+        left, idle = divmod(max_groups, groups["guidance_parallel"])
+        fitting = [cp for cp in context if cp["context_parallel"] <= left]
+        yield from [groups | cp for cp in fitting[-1:]]
+        if fitting or not idle:
             return
 
 
