@@ -84,6 +84,10 @@ def main() -> None:
         for stage in stages.values():
             stage.start()
         turns = take_turns({n: partial(s.step, 0) for n, s in stages.items()}, args.repeats)
+        for name, stage in stages.items():  # after the first step, which uploads the tiles' inputs
+            before = stage.ranks.bytes_sent
+            stage.step(0)
+            print(f"{name}: {stage.ranks.bytes_sent - before:,} bytes to the ranks in a step")
     for kind in ("context", "guidance", "tiles"):
         if ways := {name: turn for name, turn in turns.items() if name.startswith(kind)}:
             print_ratios(ways, f"{kind} 1", cpu=False)

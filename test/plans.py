@@ -1,28 +1,12 @@
 """Plans in tests: what a step and a host's model cost is counted once for each size. Exporting a
 block takes most of a second, and tens of tests ask for the same few."""
 
-import json
-from collections.abc import Mapping
 from functools import cache
 
 import pytest
 
 from ltx_neuron import plan
-from ltx_neuron.plan import clip, layouts
-
-
-def _by_text(count):
-    """A function that is called once for its arguments, some of which are configs."""
-    results = {}
-
-    def counted(*args):
-        key = tuple(json.dumps({**arg}) if isinstance(arg, Mapping) else arg for arg in args)
-        if key not in results:
-            results[key] = count(*args)
-        return results[key]
-
-    return counted
-
+from ltx_neuron.plan import layouts
 
 _step, _steps = plan.step_cost, {}
 
@@ -39,7 +23,6 @@ _ONCE = {
     (plan, "step_cost"): _step_once,
     (layouts, "step_cost"): _step_once,
     (plan, "text_weights"): cache(plan.text_weights),
-    (clip, "_counted"): _by_text(clip._counted),
 }
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from ltx_neuron import hub
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.errors import FieldError
-from ltx_neuron.host.facts import read_media
+from ltx_neuron.host.facts import read_media, upscaling
 from ltx_neuron.models.signatures import NO_VOICE
 from ltx_neuron.sampling import dfr, rules
 from ltx_neuron.sampling.compat import COMPAT
@@ -110,6 +110,12 @@ class Job(JobInputs):
     def media(self) -> Media:
         """The facts of the files, read once."""
         return read_media(self, self.loras, _weights(self.ic_lora), self.detailing_loras)
+
+    def with_upscaling(self) -> Self:
+        """This job, or a copy with the fields that upscale_video stands for, and without it."""
+        if self.upscale_video is None:
+            return self
+        return self.replaced(**upscaling(self, _weights(self.ic_lora)))
 
     @property
     def steps(self) -> int:

@@ -100,8 +100,17 @@ def test_two_groups_share_the_tiles_of_a_step_and_one_makes_all_when_the_other_d
     alone, two = (opened_workspace(tiny, artifacts, 1, tp=2, settings=how) for how in ((), TWO))
     with opened_engine(alone, tiny) as engine:
         want = latents(engine, job)
+    put, held = host.TorchDistRanks.put, {0: set(), 1: set()}
+
+    def recorded(ranks, *program, **tensors):
+        held[ranks.group] |= {name for name in tensors if name.startswith("denoise_mask@")}
+        put(ranks, *program, **tensors)
+
+    monkeypatch.setattr(host.TorchDistRanks, "put", recorded)
     with opened_engine(two, tiny) as engine:
         assert_same(latents(engine, job), want)
+        tiles = {0: (0, 2), 1: (1, 3)}  # of each group, which gets the inputs of no others
+        assert held == {group: {f"denoise_mask@{n}" for n in numbers} for group, numbers in tiles.items()}
         first, second = (group.launches for group in groups_of(engine))
         assert first == second > 0  # two tiles each
         kill_in(monkeypatch, 1, "main", 3)

@@ -73,10 +73,10 @@ def _vae(args: argparse.Namespace) -> list[Path]:
     from ltx_neuron.artifacts import build
     from ltx_neuron.artifacts.workspace import times
 
-    size = flags.spec(args).size
+    size = flags.spec(args).with_upscaling().size
     size.check()
     workspace, needs = flags.workspace(args), []
-    if args.video_path or args.reference_video:
+    if args.video_path or args.reference_video or args.upscale_video or args.tile:
         job = flags.shape(args, flags.recipe(args))
         job.check_shape()
         job = workspace.resolved(job)

@@ -23,16 +23,24 @@ class TiledStageRun(StageRun):
         return Euler
 
     def _put_tokens(self, job: Job, video: LatentState, choice: Tensor) -> None:
-        """Upload the inputs of each tile's tokens, under names with the tile's number."""
-        tiles = job.stage_tiles(self.stage)
+        """Keep the state of the canvas, of which a group gets the inputs of its own tiles."""
+        self._tiles = job.stage_tiles(self.stage)
         appended = job.appended(self.stage.upsampled, *self.latent_shape[1:])
-        self._blend = blend_weights([tile for tile, _ in tiles], self.latent_shape, appended)
-        for number, (tile, tokens) in enumerate(tiles):
-            compiled = self.compiled.tiles[number]
+        self._blend = blend_weights([tile for tile, _ in self._tiles], self.latent_shape, appended)
+        self._canvas = video, choice
+        self._names: dict[Ranks, dict[int, tuple[str, ...]]] = defaultdict(dict)
+
+    def _input_names(self, number: int, ranks: Ranks) -> tuple[str, ...]:
+        """The inputs of a tile's tokens, which are uploaded the first time that the ranks predict
+        it, under names with the tile's number."""
+        if number not in (names := self._names[ranks]):
+            (tile, tokens), compiled = self._tiles[number], self.compiled.tiles[number]
+            video, choice = self._canvas
             tensors = self._of_tokens(compiled, video.seen_by(tile, tokens), choice[tokens])
-            self._names = tuple(tensors)
             for name, tensor in tensors.items():
-                self.ranks.put(compiled.bucket.name, name, **{indexed(name, number): tensor})
+                ranks.put(compiled.bucket.name, name, **{indexed(name, number): tensor})
+            names[number] = tuple(tensors)
+        return names[number]
 
     def _pairs(self, sigmas: tuple[float, ...], max_steps: int) -> Tensor:
         pairs = super()._pairs(sigmas, max_steps)
@@ -47,8 +55,8 @@ class TiledStageRun(StageRun):
 
         def predict(number: int, ranks: Ranks) -> list[Tensor]:
             tokens, program = self._blend[number][0], self.compiled.tiles[number].bucket.name
+            numbers = dict.fromkeys(self._input_names(number, ranks), number) | {"step": evaluation}
             ranks.put(program, None, video_latent=video[:, tokens], audio_latent=audio)
-            numbers = {"step": evaluation} | dict.fromkeys(self._names, number)
             busy[id(ranks)] += ranks.run(program, "main", **numbers)
             return [ranks.get(program, name) for name in LATENTS]
 

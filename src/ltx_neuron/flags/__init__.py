@@ -358,6 +358,7 @@ def _job(args: argparse.Namespace, job: Job) -> Job:
         job = job.with_auto_duration()
     with _as_typed(args):
         job.check_rules()
+    job = job.with_upscaling()
     if job.seed == RANDOM_SEED:
         job = job.replaced(seed=randrange(2**31))
         print(f"seed: {job.seed} (drawn for --seed {RANDOM_SEED}; --seed {job.seed} repeats it)")
@@ -386,6 +387,7 @@ def shape(args: argparse.Namespace, recipe: str, **values: Any) -> Job:
         job = job.replaced(start_time=0.0, end_time=job.size.seconds)
     with _as_typed(args):
         job.check_rules(graphs=True)
+        job = job.with_upscaling()
         _ = job.media  # reads the files
     return job
 

@@ -155,6 +155,9 @@ def _read_sound_condition(inputs: JobInputs, source: SoundCondition) -> Sound:
         raise UserError(
             f"{SOUND} {path} ends before --audio-start-time {start:g}: type a smaller one"
         )
+    if source.path in dict(inputs.video_conditioning):  # as of a retake: silence after its end
+        missing = round(inputs.size.seconds * sound.rate) - sound.samples.shape[1]
+        sound = sound._replace(samples=F.pad(sound.samples, (0, max(0, missing))))
     frames = shapes.sound_latent_frames(sound.samples.shape[1], sound.rate)
     if frames < inputs.output_size.audio_frames or _is_too_short(sound):
         raise _too_short(source, inputs.output_size, sound, frames)
@@ -415,7 +418,8 @@ def _check_references(inputs: JobInputs) -> None:
 def _encode_reference(
     host: HostModels, inputs: JobInputs, reference: ReferenceVideo, size: Size, rank_tiles: Any
 ) -> Tensor:
-    """The latent of every time_scale-th frame after frame 0; of an IC-LoRA never in tiles."""
+    """The latent of every time_scale-th frame after frame 0; of an IC-LoRA in tiles only if its
+    stage is tiled."""
     flag = DUBBED if inputs.dubbing else REFERENCE
     path, there = reference.path, reference.frames(inputs.size)
     if reference.still:  # not one repeated latent: the encoder is causal
@@ -426,7 +430,7 @@ def _encode_reference(
     count, *sides = reference.pixels(size)
     # The encoder needs 8k+1 frames; upstream omits the last ones, too.
     pixels = media.pixels_of(taken, *sides)[:, :, :count]
-    return host.encode_video(pixels.to(host.dtype), not inputs.dubbing, rank_tiles)
+    return host.encode_video(pixels.to(host.dtype), inputs.encodes_whole(size), rank_tiles)
 
 
 def _reference_attention(

@@ -1,12 +1,16 @@
 """The facts of a job's files that its size and its graphs depend on."""
 
+from typing import Any
+
 from ltx_neuron.errors import FieldError, UserError
 from ltx_neuron.files import check_readable
+from ltx_neuron.format import print_once
 from ltx_neuron.host.encode_inputs import DUBBED, REFERENCE, RETAKE, VOICE, read_reference_audio
 from ltx_neuron.host.images import is_still
-from ltx_neuron.host.media import footage, video_size
+from ltx_neuron.host.media import ffmpeg, footage, read_sound, video_size
+from ltx_neuron.sampling.conditions import WeightedFile
 from ltx_neuron.sampling.inputs import JobInputs, Media
-from ltx_neuron.sampling.shapes import TIME_SCALE, sound_latent_frames
+from ltx_neuron.sampling.shapes import SPACE_SCALE, TIME_SCALE, sound_latent_frames
 from ltx_neuron.weights.lora import WeightSet, detailing_scale, dubbing_scale, reference_scale
 
 
@@ -75,3 +79,45 @@ def _clip(inputs: JobInputs) -> tuple[int, float]:
             " one"
         )
     return used, rate
+
+
+UPSCALED = "--upscale-video"
+_LONGEST, _PART = 20, 19  # seconds: the released models' last position; of a cut video's parts
+
+
+def upscaling(inputs: JobInputs, ic_loras: WeightSet) -> dict[str, Any]:
+    """The fields of the job that upscales upscale_video: it is the reference of the IC-LoRA, in
+    tiles, and the result has its length (8k+1 frames), frame rate and sound. Sides are rounded up
+    to what the model can have. Prints what changes; raises UserError for an unusable file."""
+    path = inputs.upscale_video
+    assert path
+    check_readable(path, UPSCALED, f"; pass a video as {UPSCALED} FILE")
+    clip, (scale, _) = footage(path, UPSCALED, inputs.upright), reference_scale(ic_loras)
+    if clip.seconds > _LONGEST:
+        cut = ["-force_key_frames", f"expr:gte(t,n_forced*{_PART})", "-f", "segment"]
+        cut += ["-segment_time", _PART, "-reset_timestamps", 1]
+        raise UserError(
+            f"{UPSCALED} {path} lasts {clip.seconds:.1f} s, wanted at most {_LONGEST}: a tile has"
+            f" all of a video's frames, and the model has no later positions.\nType:"
+            f" {ffmpeg(path, '%03d.mp4', *cut)}"
+        )
+    frames = (clip.num_frames - 1) // TIME_SCALE * TIME_SCALE + 1
+    sides = [-(-side // SPACE_SCALE) * SPACE_SCALE * scale for side in clip.sides]
+    height, width = inputs.height or sides[0], inputs.width or sides[1]
+    print_once(
+        f"{UPSCALED} {path}: {frames} of {clip.num_frames} frames (8k+1) of"
+        f" {clip.height}x{clip.width} become {height}x{width}"
+    )
+    sound = read_sound(path, UPSCALED, 0.0, frames / clip.frame_rate)
+    if sound is None:
+        print_once(f"{UPSCALED} {path} has no sound: the model generates one")
+    return {
+        "upscale_video": None,
+        "video_conditioning": (WeightedFile(path, 1.0),),
+        "audio_path": path if sound else None,
+        "tile": True,
+        "height": height,
+        "width": width,
+        "num_frames": frames,
+        "frame_rate": clip.frame_rate,
+    }

@@ -5,6 +5,7 @@ frames are passed on differs.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from math import prod
 
 import torch
@@ -38,6 +39,7 @@ def tiling(profile: Profile | type[Profile] = Profile, compat_1_0_0: bool = Fals
     )
 
 
+@cache  # of a large picture there are many sizes
 def tiling_for_ranks(profile: Profile, clip: Shape, tp: int) -> TilingConfig:
     """The profile's tiles or, with vae_tile_latents, of all sizes up to that limit the one with the
     least work per rank. A further tile shape counts as a tenth more work."""

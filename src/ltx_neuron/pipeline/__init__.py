@@ -271,6 +271,7 @@ class LTXPipeline(DiffusersWords):
             if self.engine.options.duration_head_path:
                 job = job.with_auto_duration()
             job.check_rules()
+            job = job.with_upscaling()
             _ = job.size  # reads the files
         except FieldError as error:
             raise UserError(error.render(lambda field: _ARGUMENTS.get(field, field))) from None

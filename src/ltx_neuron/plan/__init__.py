@@ -32,6 +32,7 @@ from ltx_neuron.models.attention import rows_at_once
 from ltx_neuron.models.signatures import upload_bytes
 from ltx_neuron.plan.forecast import Forecast, forecast, is_measured
 from ltx_neuron.sampling.conditions import EncodedClip
+from ltx_neuron.sampling.samplers import SAMPLERS
 from ltx_neuron.sampling.shapes import TIME_SCALE, upscaled, video_latent_shape
 from ltx_neuron.weights.checkpoint import Checkpoint, Source
 from ltx_neuron.weights.sharding import HOST, SHARDED_MODELS, SOUND_ALONE, local_shape, rule
@@ -83,6 +84,8 @@ class StagePlan:
     score_bytes_per_core: int  # of these: scores materialized at once, if no flash kernel is used
     score_ms: float | None  # to write and read all of them once, in all blocks
     upload_bytes: int  # once per stage: noise, contexts, RoPE and modulation tables, one rank's
+    # Latents and predictions that cross the host in a step, each once; 0: the ranks have the state
+    host_bytes_per_step: int
 
 
 @dataclass(frozen=True)
@@ -432,7 +435,18 @@ def _stage(
         score_ms=score_ms,
         upload_bytes=upload_bytes(*uploaded)
         + (len(buckets) - 1) * upload_bytes(*uploaded, TILE_INPUTS),
+        host_bytes_per_step=_host_bytes(config, stage, buckets, dtype),
     )
+
+
+def _host_bytes(
+    config: TransformerConfig, stage: Stage, buckets: Sequence[Bucket], dtype: torch.dtype
+) -> int:
+    if len(buckets) == 1 and not SAMPLERS[stage.sampler].host:
+        return 0
+    video = sum(bucket.video_tokens for bucket in buckets) * config.in_channels
+    audio = sum(bucket.audio_tokens for bucket in buckets) * config.audio_in_channels
+    return 2 * (video + audio) * dtype.itemsize * len(stage.evaluations) // stage.steps
 
 
 def _reference_tokens(job: Job, stage: Stage) -> int:

@@ -52,7 +52,7 @@ def planned(args: argparse.Namespace) -> tuple[Plan, ClipPlan, list[ChipLayout]]
     computes = arithmetic(profile.host_dtype, DTYPES[args.dtype], args.artifacts_dir)
     identity = tuned_settings.identity(profile, tp, args.dtype, config.digest)
     tuned = tuned_settings.load(args.artifacts_dir, identity)
-    clip = ClipPlanner(
+    planner = ClipPlanner(
         result,
         files.config,
         weights,
@@ -64,8 +64,7 @@ def planned(args: argparse.Namespace) -> tuple[Plan, ClipPlan, list[ChipLayout]]
         tuned and tuned.step_ms(job.buckets),
         flags.price(args),
     )
-    planned_clip = clip.planned()
-    return result, planned_clip, layouts(result, planned_clip, config, job, profile)
+    return result, planner.planned(), layouts(planner, config)
 
 
 if __name__ == "__main__":

@@ -7,10 +7,12 @@ a new prompt and models that an earlier clip loaded.
 # ltx-core's from_config is a class method that names the class that it builds as its own.
 # pyright: reportAttributeAccessIssue=false
 
+import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -253,13 +255,16 @@ class ClipPlanner:
 
     def _steps(self, stage: StagePlan) -> PhaseRow:
         ms, source = self._step_ms(stage)
-        name, size = f"denoise_{stage.name}", self.plan.ranks * stage.upload_bytes
+        plan, tiled = self.plan, stage.tiles > 1
+        # A tile's inputs go to one group.
+        ranks = plan.ranks // (plan.guidance_parallel if tiled else 1)
+        name, size = f"denoise_{stage.name}", ranks * stage.upload_bytes
         if ms is None:
             return PhaseRow(name, "device", None, source)
         upload = size / self._rate("copy")[0]
-        rounds = -(-stage.passes // self.plan.guidance_parallel)
+        rounds = -(-stage.passes // plan.guidance_parallel)
         # Tuning measures a step with all of its passes, or one tile.
-        count, tiled = stage.evaluations, stage.tiles > 1
+        count = stage.evaluations
         passes = 1 if self.tuned_step_ms and not tiled else rounds
         runs = f"{count} x {passes} {'tiles' if tiled else 'passes'}" if passes > 1 else f"{count}"
         what = f"{runs} x {ms:.0f} ms, {source}; {format_bytes(size)} uploaded once"
@@ -332,6 +337,14 @@ def _counted(
 ) -> int:
     """FLOPs of one of ltx-core's modules for a tensor (1, *shape), on the meta device.
     Convolutions count as direct ones."""
+    return _counted_once(from_config, json.dumps({**config}), shape)
+
+
+@cache
+def _counted_once(
+    from_config: Callable[[Any], torch.nn.Module], text: str, shape: tuple[int, ...]
+) -> int:
+    config = json.loads(text)
     with torch.device("meta"):
         module = from_config(config)
         with FlopCounterMode(display=False) as counter, torch.no_grad():

@@ -5,19 +5,17 @@ group and divided here, because exporting the graphs of a layout takes a second.
 two.
 """
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ltx_neuron.backends.export import fake_process_group, received_in_sum
 from ltx_neuron.config.common import TEXT_TOKENS
 from ltx_neuron.config.profiles import CONTEXT_PARALLEL, PROFILES, Profile, blocks_per_graph
 from ltx_neuron.config.transformer import Bucket, TransformerConfig
-from ltx_neuron.job import Job
 from ltx_neuron.models.programs import may_divide, own_tokens
 from ltx_neuron.plan import Plan, largest_bucket, step_cost, step_launches
-from ltx_neuron.plan.clip import ClipPlan
+from ltx_neuron.plan.clip import ClipPlanner
 from ltx_neuron.plan.forecast import forecast, is_measured
 from ltx_neuron.weights.tensorfile import DTYPES
 
@@ -32,18 +30,18 @@ class ChipLayout:
     settings: tuple[str, ...]  # of --profile-set, with the machine's own profile
     chips: int  # of one clip
     at_once: int  # clips on the machine at the same time
-    step_ms: Range  # of the last stage, with all guidance passes
-    clip_seconds: Range  # from prompt to file, with the other phases as planned
+    step_ms: Range  # of the last stage, with all guidance passes or tiles
+    clip_seconds: Range  # from prompt to file
+    dollars: Range | None  # of a clip, with --price-per-hour, on a busy machine
     chip_seconds: Range  # chips x seconds of a clip's denoising
     efficiency: Range  # chip_seconds of one chip / chip_seconds
     measured: bool  # others published a step of this many tokens on so many chips
 
 
-def layouts(
-    plan: Plan, clip: ClipPlan, config: TransformerConfig, job: Job, profile: Profile
-) -> list[ChipLayout]:
+def layouts(planner: ClipPlanner, config: TransformerConfig) -> list[ChipLayout]:
     """The layouts of a planned job; the first has one tensor-parallel group. Empty for a machine
     with one chip or without documented limits, and for groups that are not whole chips."""
+    plan, job, profile = planner.plan, planner.job, planner.profile
     chip, tp = profile.chip, plan.tp
     if chip is None or profile.chips == 1 or tp * profile.lnc % chip.cores:
         return []
@@ -55,17 +53,11 @@ def layouts(
             divides = base.sequence_parallel and may_divide(bucket, tp)
             costs[bucket] = step_cost(config, bucket, base, tp, DTYPES[plan.dtype], divides)[1]
     passes = [stage.passes for stage in plan.stages]
-    assert clip.seconds is not None  # with documented limits
-    others = clip.seconds - sum(
-        row.seconds or 0.0
-        for row in clip.rows
-        if row.name.startswith("denoise") and row.where == "device"
-    )
     groups = (base.cores or 0) // tp
     chips_field = {} if base.chips == PROFILES[base.machine].chips else {"chips": base.chips}
     rows: list[ChipLayout] = []
     for settings in layout_settings(base, tp, groups, max(passes), buckets):
-        layout = dataclasses.replace(base, **settings)
+        layout = replace(base, **settings)
         steps = [
             step_ms(config, bucket, layout, plan, costs[bucket], count)
             for bucket, count in zip(buckets, passes, strict=True)
@@ -75,16 +67,20 @@ def layouts(
             for of_stages in zip(*steps, strict=True)
         )
         chips = int(profile.chips_of(layout.cores_needed(tp)))
+        at_once, others = profile.chips // chips, _other_seconds(planner, layout)
+        clip_seconds = tuple(others + value for value in seconds)
         chip_seconds = tuple(chips * value for value in seconds)
+        price = planner.price and replace(planner.price, at_once=at_once)
         single = rows[0].chip_seconds if rows else chip_seconds
         rows.append(
             ChipLayout(
                 name=name_of(layout) or ("one chip" if chips == 1 else f"{chips} chips"),
                 settings=tuple(f"{key}={value}" for key, value in (chips_field | settings).items()),
                 chips=chips,
-                at_once=profile.chips // chips,
+                at_once=at_once,
                 step_ms=steps[-1],
-                clip_seconds=tuple(others + value for value in seconds),
+                clip_seconds=clip_seconds,
+                dollars=price and tuple(price.dollars(value) for value in clip_seconds),
                 chip_seconds=chip_seconds,
                 efficiency=tuple(a / b for a, b in zip(single, chip_seconds, strict=True)),
                 measured=is_measured(layout, tp, max(bucket.video_tokens for bucket in buckets)),
@@ -93,10 +89,20 @@ def layouts(
     return rows
 
 
+def _other_seconds(planner: ClipPlanner, layout: Profile) -> float:
+    """Seconds of a clip besides the steps; more ranks share the tiles of the video VAE."""
+    ranks = layout.cores_needed(planner.plan.tp)
+    plan = replace(planner.plan, ranks=ranks, guidance_parallel=layout.guidance_parallel)
+    clip = replace(planner, plan=plan).planned()
+    assert clip.seconds is not None  # with documented limits
+    steps = (row for row in clip.rows if row.name.startswith("denoise") and row.where == "device")
+    return clip.seconds - sum(row.seconds or 0.0 for row in steps)
+
+
 def single_group(profile: Profile) -> Profile:
     """A profile with one tensor-parallel group instead of its layout."""
     machine = PROFILES[profile.machine] if profile.context_parallel > 1 else profile
-    return dataclasses.replace(
+    return replace(
         profile, context_parallel=1, guidance_parallel=1, blocks_per_graph=machine.blocks_per_graph
     )
 
@@ -120,12 +126,15 @@ def layout_settings(
         fields: dict[str, Any] = {"context_parallel": cp}
         if base.chip:  # it limits the size of graphs
             fields["blocks_per_graph"] = blocks_per_graph(cp, base.blocks_per_graph)
-        if cp <= max_groups and dataclasses.replace(base, **fields).connected(tp):
+        if cp <= max_groups and replace(base, **fields).connected(tp):
             context.append(fields)
     yield from context
-    for groups in guidance[-1:]:  # a group for each pass, and the chips that are left
-        left = max_groups // groups["guidance_parallel"]
-        yield from [groups | cp for cp in context if cp["context_parallel"] <= left][-1:]
+    for groups in reversed(guidance):  # the most, or fewer where these leave chips idle
+        left, idle = divmod(max_groups, groups["guidance_parallel"])
+        fitting = [cp for cp in context if cp["context_parallel"] <= left]
+        yield from [groups | cp for cp in fitting[-1:]]
+        if fitting or not idle:
+            return
 
 
 def name_of(layout: Profile) -> str:

@@ -53,8 +53,9 @@ def _tokens(stage: StagePlan) -> str:
 
 def _stage_rows(stage: StagePlan) -> list[tuple[str, str]]:
     gb, reduced, whole = format_bytes, stage.collectives_per_step, stage.whole
-    on_ranks = stage.evaluations == stage.steps and stage.tiles == 1
-    sent = "nothing" if on_ranks else "the latents twice"
+    sent = "nothing"
+    if crossing := stage.host_bytes_per_step:
+        sent = f"{gb(crossing)} of latents to and from the host"
     rows = [
         ("FLOPs per step", format_flops(stage.flops_per_step)),
         (
@@ -182,15 +183,18 @@ _UNMEASURED = "beyond every published measurement"
 
 def layout_table(layouts: Sequence[ChipLayout], machine: str) -> str:
     """A line for each layout, and which is best for one clip and for many. machine: its profile."""
+    cost = "$ a clip" if layouts[0].dollars else "chip-seconds"
     lines = [
         f"layouts of a {machine}: forecasts, not measured, from the faster to the slower rates",
-        _LAYOUT_LINE.format("layout", "chips", "step, ms", "clip, s", "chip-seconds", "efficiency"),
+        _LAYOUT_LINE.format("layout", "chips", "step, ms", "clip, s", cost, "efficiency"),
     ]
     for layout in layouts:
         ranges = (
             _range(layout.step_ms, ",.0f" if layout.step_ms[1] < 10_000 else ".0f"),
             _range(layout.clip_seconds, ",.1f"),
-            _range(layout.chip_seconds, ",.1f" if layout.chip_seconds[1] < 1000 else ",.0f"),
+            _range(layout.dollars, ".2g")
+            if layout.dollars
+            else _range(layout.chip_seconds, ",.1f" if layout.chip_seconds[1] < 1000 else ",.0f"),
             _range(layout.efficiency, ".0%"),
         )
         name = layout.name + " *" * (not layout.measured)
@@ -199,6 +203,9 @@ def layout_table(layouts: Sequence[ChipLayout], machine: str) -> str:
     if len(measured) < len(layouts):
         lines.append(f"* {_UNMEASURED}, by tokens or chips")
     shortest = min(measured or layouts, key=lambda layout: sum(layout.clip_seconds))
+    # One that is shorter even by its slower rates, such as groups that share tiles.
+    surer = [row for row in layouts if row.clip_seconds[1] < shortest.clip_seconds[0]]
+    shortest = min(surer or [shortest], key=lambda layout: sum(layout.clip_seconds))
     cheapest = min(layouts, key=lambda layout: sum(layout.chip_seconds))
     flags = [f"--profile-set {setting}" for setting in shortest.settings]
     typed = " ".join([f"shortest clip: {shortest.name}; type --profile {machine}", *flags])

@@ -13,9 +13,13 @@ class Price:
     per_hour: float
     at_once: int
 
+    def dollars(self, seconds: float) -> float:
+        """The price of one run's `seconds`."""
+        return self.per_hour / 3600 / self.at_once * seconds
+
     def of(self, seconds: float, clips: float, video_seconds: float) -> dict[str, float]:
         """The price of clips that one run made in `seconds`; of none, only the machine's."""
-        dollars = self.per_hour / 3600 / self.at_once * seconds
+        dollars = self.dollars(seconds)
         counts = zip(_UNITS, (clips, video_seconds), strict=True)
         prices = {name: dollars / count for name, count in counts if count}
         return {"dollars_per_hour": self.per_hour, "runs_at_once": self.at_once} | prices

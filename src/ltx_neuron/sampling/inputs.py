@@ -385,6 +385,12 @@ class JobInputs(JobFields):
             return []
         return tiles(rows, columns, self.tile_height or TILE[0], self.tile_width or TILE[1])
 
+    def encodes_whole(self, size: Size) -> bool:
+        """Whether a stage of this size has its references encoded in one piece: a tiled one, of
+        which that would take most of the host's memory, has them in the encoder's tiles."""
+        rows, columns = (side // SPACE_SCALE for side in size.sides)
+        return self.dubbing is None and not self.tiles(rows, columns)
+
     def timesteps(self, upsampled: bool) -> int:
         """Distinct timesteps among a stage's video tokens: one for each distinct denoise mask. A
         retake always has 2, for free and kept tokens, and a dubbed clip one of its own, so that no
@@ -427,8 +433,9 @@ class JobInputs(JobFields):
         if clip := self.dubbing:
             clips += [EncodedClip(clip.pixels(size)) for size in (stage_1, self.size)]
         sizes = (stage_1, self.size) if self.stage_2_ic_lora else (stage_1,)
-        referred = (video.pixels(size) for size in sizes for video in self.references)
-        return clips + [EncodedClip(pixels, whole=True) for pixels in referred]
+        referred = [(video, size) for size in sizes for video in self.references]
+        whole = self.encodes_whole
+        return clips + [EncodedClip(video.pixels(size), whole(size)) for video, size in referred]
 
     @property
     def own_graphs(self) -> list[str]:

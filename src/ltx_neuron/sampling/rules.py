@@ -101,6 +101,12 @@ RULES = (
         why=_OF_FILE,
     ),
     Rule("height width frame_rate two_stage", excludes="video_path", why=_OF_FILE),
+    Rule(
+        "upscale_video",
+        excludes="num_frames frame_rate auto_duration tail_frames two_stage upscale video_path"
+        " audio_path video_conditioning reference_video reference_audio sound_only dfr",
+        why="THESE has its own length, frame rate and sound, in one stage; leave out OTHERS",
+    ),
     # LoRAs and guidance.
     Rule(_STRENGTHS, needs="distilled_lora", why="THESE needs {distilled_lora} PATH"),
     Rule(_STRENGTHS, excludes="recipe=distilled"),
@@ -185,11 +191,16 @@ RULES = (
     Rule("decode_with_keyframes", needs="num_generated_keyframes"),
     Rule("nag_alpha", needs="nag_scale"),
     Rule("nag_tau", needs="nag_scale"),
-    Rule("tile_height", needs="tile"),
-    Rule("tile_width", needs="tile"),
+    Rule("tile_height", needs="tile", when="!upscale_video"),
+    Rule("tile_width", needs="tile", when="!upscale_video"),
     Rule("temporal_upsample_rounds", needs="dfr"),
     Rule("detailing_lora", needs="dfr"),
-    Rule("ic_lora", needs="video_conditioning", when="recipe=distilled !reference_audio"),
+    Rule("upscale_video", needs="ic_lora recipe=distilled"),
+    Rule(
+        "ic_lora",
+        needs="video_conditioning",
+        when="recipe=distilled !reference_audio !upscale_video",
+    ),
     Rule("video_conditioning", needs="ic_lora"),
     Rule("conditioning_attention_mask", needs="video_conditioning"),
     Rule("images_as_guides", needs="two_stage recipe=dev"),

@@ -267,6 +267,11 @@ class ConditionFields(Fields):
     video_conditioning: WeightedFiles = _option(
         "a reference video or image for --ic-lora; repeatable", "PATH STRENGTH", default=()
     )
+    upscale_video: str | None = _option(
+        "upscale this video by the upscaler of --ic-lora, in tiles: length, frame rate and sound"
+        " are its own, --height and --width too by default, times the upscaler's factor",
+        "FILE",
+    )
     conditioning_attention_mask: WeightedFiles = _option(
         "attention weights of the references as a video: white is 1, black 0",
         "PATH STRENGTH",
@@ -452,7 +457,8 @@ class JobFields(
         if "video_path" in of_line.model_fields_set:  # its file determines the size
             names = (*SIZES, "tail_frames", "auto_duration")
             values = {name: JobFields.model_fields[name].default for name in names}
-        elif "reference_video" in of_line.model_fields_set:  # its file determines the length
+        elif of_line.model_fields_set & {"reference_video", "upscale_video"}:
+            # Their file determines the length.
             values = dict.fromkeys((*_LENGTH, "frame_rate", "tail_frames"))
         elif of_line.sound_only:  # nor has it the command's picture
             values = {"two_stage": False, **dict.fromkeys((*PICTURE_FIELDS, "tail_frames"))}
@@ -519,6 +525,7 @@ INPUT_FILES = {
     "audio_path": ("a sound", "FILE"),
     "video_path": ("a video", "FILE"),
     "conditioning_attention_mask": ("a video", "FILE STRENGTH"),
+    "upscale_video": ("a video", "FILE"),
     "reference_video": ("a video with sound", "FILE"),
     "reference_audio": ("a sound", "FILE"),
 }

@@ -89,17 +89,22 @@ def planned(released):
 
 
 @pytest.fixture(scope="module")
-def clip(planned):
-    """The time of a clip of 512x768x121 on a trn2.3xlarge, by what is changed of how it is run."""
+def planner(planned):
+    """Plans the time of a clip of 512x768x121 on a trn2.3xlarge, by what is changed of how it is run."""
     with fake_process_group(4):
         weights = planning.text_weights(planning.GEMMA_3_12B, TRANSFORMER, 4)
 
-    def timed(job=None, profile=TRN2, **changes):
+    def planner(job=None, profile=TRN2, **changes):
         job = job or job_of()
         run = dict(arithmetic=Arithmetic(torch.bfloat16), neuron_gemma=False, neuron_vae=False) | changes
-        return ClipPlanner(planned(job, profile), CONFIG, weights, profile, job, **run).planned()
+        return ClipPlanner(planned(job, profile), CONFIG, weights, profile, job, **run)
 
-    return timed
+    return planner
+
+
+@pytest.fixture(scope="module")
+def clip(planner):
+    return lambda *args, **changes: planner(*args, **changes).planned()
 
 
 def parts(plan) -> dict:
@@ -170,11 +175,11 @@ def test_a_published_step_is_in_our_range_and_in_the_docs_unless_its_stack_works
     assert ("outside" in row) == bool(published["differs"])
 
 
-def test_a_plan_past_every_published_step_says_so(planned, clip):
+def test_a_plan_past_every_published_step_says_so(planned, planner):
     message = "beyond every published measurement, by tokens or chips"
     assert message not in table(planned())
     assert message in table(planned(LARGE)) and message in table(planned(LONG, resolve("trn2.48xlarge-cp8")))
-    rows = planned_layouts(planned, clip)
+    rows = planned_layouts(planner)
     assert [row.name for row in rows if row.measured] == ["one chip", "context 2", "context 4"]
     text = layout_table(rows, "trn2.48xlarge")
     assert f"* {message}" in text and "context 8 * " in text
@@ -381,8 +386,8 @@ def test_a_job_is_planned_with_its_stages_tokens_weight_sets_and_phases(planned,
     last += ["encode_mp4"] * (kind != "sound alone")
     assert "; ".join(map(phase, rows)) == "; ".join(["encode_text", phases, *last])
     assert all(row.seconds > 0 for row in rows)
-    sent = "the latents twice" if kind in ("res_2s", "tiles") else "nothing"
-    assert f" a rank once, {sent} in a step" in table(plan)
+    kept = kind not in ("res_2s", "tiles")
+    assert (" a rank once, nothing in a step" in table(plan)) == kept == (not plan.stages[-1].host_bytes_per_step)
     assert (", two text attentions (NAG)\n" in table(plan)) == (kind == "NAG")
     assert (" to encode, " in table(plan)) == (kind not in ("res_2s", "sound alone", "a given sound", "NAG", "a voice"))
     assert ("attention scores  " in table(plan)) == (kind == "a mask")
@@ -431,8 +436,43 @@ def test_tiles_are_timed_in_turn_or_by_as_many_groups_as_there_are_and_stay_on_t
     assert "of each of 12 tiles: a forecast" in table(planned(job))
     for profile, rounds in ((TRN2, 12), (groups, 3)):
         row = next(row for row in clip(job, profile).rows if row.name == "denoise_stage_2")
+        assert row.rate.endswith(f"{format_bytes(4 * second.upload_bytes)} uploaded once")  # to one group each
         assert row.rate.startswith(f"3 x {rounds} tiles x {second.forecast.middle:.0f} ms")
         assert row.seconds == pytest.approx(3 * rounds * second.forecast.middle / 1e3, rel=0.05)
+
+
+def test_4k_in_tiles_is_planned_on_one_chip_and_shared_by_more_with_its_price_and_what_crosses_the_host(planner):
+    video = inputs.ReferenceVideo(FILE, 1.0, 97, 2)
+    job = job_of(
+        (2176, 3840, 97), references=(video,), stage_1_loras=LORAS, tile=True, tile_height=576, tile_width=1024
+    )
+    machine = replace(MACHINE, backend="torchdist", vae_tile_latents=0)
+    planned = planner(job, machine, price=Price(14.56, 16), neuron_vae=True, neuron_gemma=True)
+    (stage,) = planned.plan.stages
+    tokens = sum(bucket.video_tokens + bucket.audio_tokens for bucket in job.stage_buckets(job.stages[0]))
+    assert (stage.tiles, stage.host_bytes_per_step) == (36, 2 * 128 * 2 * tokens)  # there and back, in bfloat16
+    rows = {row.name: row for row in layouts(planned, TRANSFORMER)}
+    one, four, most = (rows[name] for name in ("one chip", "guidance 4", "guidance 12"))
+    assert [row.chips for row in (one, four, most, rows["guidance 8 x context 2"])] == [1, 4, 12, 16]
+    assert most.step_ms[0] == pytest.approx(3 / 36 * one.step_ms[0])
+    for row in (one, four, most):
+        assert row.dollars == tuple(14.56 / 3600 / row.at_once * seconds for seconds in row.clip_seconds)
+    # All ranks share the tiles of the decoder, too.
+    assert most.clip_seconds[0] - most.chip_seconds[0] / 12 < one.clip_seconds[0] - one.chip_seconds[0] - 1
+    text = layout_table([*rows.values()], "trn2.48xlarge")
+    assert "$ a clip" in text and "shortest clip: guidance 12; type" in text  # though none was measured
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_a_tiled_stage_has_its_references_encoded_in_tiles_so_that_the_host_can_hold_4k():
+    video = inputs.ReferenceVideo(FILE, 1.0, 97)
+    whole, tiled = (
+        job_of((2176, 3840, 97), references=(video,), stage_1_loras=LORAS, tile=tile) for tile in (False, True)
+    )
+    bytes_of = [
+        planning._on_the_host(CONFIG, TRN2, job, torch.bfloat16)["host_bytes_to_encode"] for job in (whole, tiled)
+    ]
+    assert bytes_of[1] < 0.5 * bytes_of[0] and bytes_of[1] < TRN2.host_memory_bytes / 3
 
 
 def test_images_are_encoded_by_the_host_and_clips_but_not_references_by_ranks_with_neuron_vae(clip):
@@ -595,18 +635,17 @@ def test_the_divided_cost_of_a_step_is_that_of_its_graphs(cp):
     assert counted["peak_bytes"] < single["peak_bytes"]
 
 
-def planned_layouts(planned, clip, profile=MACHINE, **fields):
-    job = job_of(SHORT, **fields)
-    return layouts(planned(job, profile), clip(job, profile), TRANSFORMER, job, profile)
+def planned_layouts(planner, profile=MACHINE, **fields):
+    return layouts(planner(job_of(SHORT, **fields), profile), TRANSFORMER)
 
 
-def test_a_machines_layouts_are_those_that_its_chips_and_the_recipes_passes_allow(planned, clip):
+def test_a_machines_layouts_are_those_that_its_chips_and_the_recipes_passes_allow(planned, planner):
     machine = replace(MACHINE, backend="torchdist")  # of all: guidance groups need it
-    one_pass = planned_layouts(planned, clip, machine)
+    one_pass = planned_layouts(planner, machine)
     context = [f"context {cp}" for cp in (2, 4, 8, 16)]
     assert [row.name for row in one_pass] == ["one chip", *context]
     assert [(row.chips, row.at_once) for row in one_pass[:3]] == [(1, 16), (2, 8), (4, 4)]
-    guided = planned_layouts(planned, clip, machine, recipe="dev")
+    guided = planned_layouts(planner, machine, recipe="dev")
     assert "of each of 4 passes: a forecast" in table(planned(job_of(SHORT, recipe="dev"), machine))
     both = "guidance 4 x context 4"
     assert [row.name for row in guided] == ["one chip", "guidance 2", "guidance 4", *context, both]
@@ -622,19 +661,19 @@ def test_a_machines_layouts_are_those_that_its_chips_and_the_recipes_passes_allo
     assert f"shortest clip: {both}; type --profile trn2.48xlarge" in text
 
 
-def test_layouts_are_the_same_from_every_profile_of_a_machine_and_none_of_one_chip(planned, clip):
+def test_layouts_are_the_same_from_every_profile_of_a_machine_and_none_of_one_chip(planner):
     profiles = MACHINE, resolve("trn2.48xlarge-cp4"), resolve("trn2.48xlarge", ("context_parallel=4",))
-    alone, *others = ([row.step_ms for row in planned_layouts(planned, clip, profile)] for profile in profiles)
+    alone, *others = ([row.step_ms for row in planned_layouts(planner, profile)] for profile in profiles)
     assert others == [alone, alone]
-    assert planned_layouts(planned, clip, TRN2) == []
+    assert planned_layouts(planner, TRN2) == []
 
 
-def test_a_trainium3_is_planned_by_its_own_limits_and_said_to_be_not_tried(planned, clip):
+def test_a_trainium3_is_planned_by_its_own_limits_and_said_to_be_not_tried(planned, planner):
     older, newer = planned(SHORT), planned(SHORT, resolve("trn3", ("backend=torchdist",)))
     assert newer.hbm_limit_bytes_per_core == 36 * 2**30 and newer.fits
     assert newer.ideal_step_ms == pytest.approx(older.ideal_step_ms * 667 / 671)
     assert "\nnot tried: " in table(newer) and "not tried" not in table(older)
-    rows = planned_layouts(planned, clip, resolve("trn3", ("chips=16",)))
+    rows = planned_layouts(planner, resolve("trn3", ("chips=16",)))
     assert [row.chips for row in rows] == [1, 2, 4, 8, 16]
     for row in rows:  # can be typed
         assert resolve("trn3", row.settings).cores_needed(4) == 4 * row.chips

@@ -34,7 +34,7 @@ FILE = __file__
 VALUES = {
     **{name: 2 for name in GuidanceFields.model_fields if name.endswith(("scale", "step"))},
     **dict.fromkeys(("video_stg_blocks", "audio_stg_blocks"), (1,)),
-    **dict.fromkeys(("audio_path", "video_path", "reference_video", "reference_audio"), FILE),
+    **dict.fromkeys(("audio_path", "video_path", "upscale_video", "reference_video", "reference_audio"), FILE),
     **dict.fromkeys(("video_conditioning", "conditioning_attention_mask"), ((FILE, 1.0),)),
     **dict.fromkeys(("lora", "ic_lora", "distilled_lora", "detailing_lora"), ((FILE,),)),
     **dict.fromkeys(("two_stage", "sound_only", "skip_stage_2", "stage_2_ic_lora", "tile"), True),

@@ -195,7 +195,7 @@ def test_every_field_of_a_job_can_be_sent_but_files_by_their_paths_and_loras_by_
     uploads = {"image", "audio_path", "video_path"}  # images, audio_reference, video_reference
     # No size that is offered has the graphs or weights of these; a request needs a known length.
     no_graphs = {"images_as_guides", "skip_stage_2", "sampler", "sound_only"}
-    no_graphs |= {"dfr", "temporal_upsample_rounds", "auto_duration"}
+    no_graphs |= {"dfr", "temporal_upsample_rounds", "auto_duration", "upscale_video"}
     loras = set(LoraFields.model_fields)  # a lora_set names them
     assert set(JobFields.model_fields) - set(VideoRequest.model_fields) == uploads | no_graphs | loras
 

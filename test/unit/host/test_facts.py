@@ -1,0 +1,52 @@
+"""--upscale-video: one flag for the job that an upscaler's IC-LoRA wants, from the facts of a file."""
+
+import pytest
+import torch
+from clips import run_printed
+from helpers import picture_frames, tone, write_film
+from safetensors.torch import save_file
+
+from ltx_neuron.errors import UserError
+from ltx_neuron.host import encode_inputs
+from ltx_neuron.host.media import footage
+from ltx_neuron.job import Job
+from ltx_neuron.sampling.conditions import WeightedFile
+
+
+@pytest.fixture
+def upscaled(tmp_path, monkeypatch):
+    """upscaled(frames, rate, sound, **fields): the job of a clip of 50x60 pixels by an upscaler of 2."""
+    monkeypatch.chdir(tmp_path)  # the user's folder
+    save_file({"a": torch.zeros(1)}, "x2.safetensors", {"reference_downscale_factor": "2"})
+
+    def job(frames=20, rate=25, sound=None, **fields) -> Job:
+        write_film("clip.mkv", picture_frames(frames, 50, 60, 1), rate, sound=sound)
+        return Job(upscale_video="clip.mkv", ic_lora=["x2.safetensors"], **fields).with_upscaling()
+
+    return job
+
+
+def test_a_clip_of_any_size_and_length_has_what_the_model_can_have_of_both_and_says_so(upscaled, capsys):
+    job = upscaled(sound=tone(48000, 0.5))  # a little shorter than 17 frames
+    assert job.size.sides == (128, 128) and (job.size.num_frames, job.size.frame_rate) == (17, 25)
+    assert (job.video_conditioning, job.audio_path) == ((WeightedFile("clip.mkv", 1.0),), "clip.mkv")
+    assert job.tile and job.upscale_video is None and job.with_upscaling() is job
+    assert "17 of 20 frames (8k+1) of 50x60 become 128x128" in capsys.readouterr().out
+    (reference,) = job.references
+    assert reference.pixels(job.size) == (17, 64, 64)
+    job.check()
+    encode_inputs.check(job)  # with silence after its sound
+
+
+def test_a_typed_size_replaces_the_clips_and_a_clip_without_sound_gets_one(upscaled, capsys):
+    job = upscaled(height=192, width=256, tile_height=64)
+    assert job.size.sides == (192, 256) and job.audio_path is None and job.tile_height == 64
+    assert "clip.mkv has no sound: the model generates one" in capsys.readouterr().out
+
+
+def test_a_clip_past_the_models_positions_is_refused_with_the_command_that_cuts_it(upscaled, tmp_path, ffmpeg):
+    with pytest.raises(UserError, match="lasts 42.0 s, wanted at most 20: a tile has all of a video's frames") as error:
+        upscaled(frames=42, rate=1)
+    run_printed(str(error.value), tmp_path)
+    parts = [footage(path, "").num_frames for path in sorted(tmp_path.glob("clip-*.mp4"))]
+    assert parts == [19, 19, 4]
