@@ -22,11 +22,8 @@ class _Codec(NamedTuple):
     options: dict[str, str]
 
 
-_X265 = (
-    "colorprim=bt2020:transfer=arib-std-b67:colormatrix=bt2020nc:range=limited:repeat-headers=1"
-    # Packets of clips of one block are refused by the muxer if frames are encoded at once.
-    ":info=0:log-level=error:frame-threads=1:bframes=0"
-)
+# The muxer refuses packets of clips of one block if frames are encoded at once.
+_X265 = "repeat-headers=1:info=0:log-level=error:frame-threads=1:bframes=0"
 _HLG = _Codec(  # the colours are BT.2020's without constant luminance, and HLG
     *("libx265", "mp4", "yuv420p10le", (9, 9, 18)),
     {"crf": "12", "preset": "ultrafast", "x265-params": _X265},
