@@ -1,13 +1,28 @@
 """Colours of HDR beside printed values, and EXR files beside another reader of them."""
 
-import numpy as np
+import sys
+
 import pytest
 
-from ltx_neuron.errors import UserError
-from ltx_neuron.host.hdr import from_acescct, hlg_signal, read_exr, to_acescct, write_exr
+pytest.importorskip("PyOpenColorIO", reason="the extra is not installed: pip install -e .[hdr]")
 
-pytest.importorskip("PyOpenColorIO")
-OpenEXR = pytest.importorskip("OpenEXR")
+import numpy as np
+import OpenEXR
+import torch
+from helpers import made_config, made_film
+from safetensors.torch import save_file
+
+from ltx_neuron.engine.outputs import OutputPaths
+from ltx_neuron.errors import UserError
+from ltx_neuron.host.arithmetic import Arithmetic
+from ltx_neuron.host.encode_inputs import encode
+from ltx_neuron.host.hdr import exr_folder, from_acescct, hlg_signal, read_exr, to_acescct, write_exr
+from ltx_neuron.host.images import content_digest
+from ltx_neuron.host.models import HostModels
+from ltx_neuron.host.video import write_frames
+from ltx_neuron.job import Job, Size
+from ltx_neuron.sampling.inputs import Media
+from ltx_neuron.text.encoders import read_contexts
 
 FP32 = 2e-7  # a few roundings of codes up to 1
 # Half floats have 11 significant bits; below 2^-14 their steps are equal.
@@ -84,5 +99,105 @@ def test_other_exrs_are_read_as_three_colours_or_refused(tmp_path):
     (tmp_path / "other.exr").write_bytes(b"not an EXR")
     with pytest.raises(UserError, match="--input .*other.exr cannot be read as EXR"):
         read_exr(tmp_path / "other.exr", "--input")
-    with pytest.raises(UserError, match="none.exr: no such file"):
+    with pytest.raises(UserError, match="none.exr cannot be read as EXR: no such file"):
         read_exr(tmp_path / "none.exr", "--input")
+
+
+# --- the input of a job ---------------------------------------------------------------------------
+
+
+def job(path, **fields) -> Job:
+    inputs = {"text_embeddings": "texts.safetensors", "video_conditioning": [[str(path), 1.0]]}
+    return Job.validated(inputs | fields)
+
+
+def plate(folder, *sides: tuple[int, int]):
+    folder.mkdir()
+    for number, (height, width) in enumerate(sides):
+        write_exr(folder / f"{number}.exr", np.zeros((height, width, 3), np.float32), "acescct")
+    return folder
+
+
+def refusal(act, *args) -> str:
+    with pytest.raises(UserError) as error:
+        act(*args)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    # By ltx-pipelines 1.4 itself (its _dfr_seam_pixel_positions).
+    ("frames", "seams"),
+    [(9, ()), (25, (24,)), (33, (32,)), (57, (32,)), (97, (32, 64, 96)), (105, (24, 48, 72, 96)), (1, ())],
+)
+def test_keyframes_are_at_the_ends_of_segments_inside_the_input(frames, seams):
+    known = Media(references=((frames, False),), hdr=Size(60, 92, frames, 50.0))
+    plain, twice, without = (
+        job("in.mp4", **more).with_media(known) for more in ({}, {"high_quality": True}, {"no_keyframes": True})
+    )
+    assert plain.generated_keyframes(False) == plain.given_keyframes == seams and not without.given_keyframes
+    assert twice.given_keyframes == tuple(2 * at for at in seams)
+    assert (plain.size.sides, plain.size.num_frames, twice.size.num_frames) == ((64, 96), frames, 2 * frames - 1)
+    assert plain.output_size.sides == (60, 92) and plain.position_rate == 30
+    assert plain.stage_buckets(plain.stages[0])[0].timesteps == (3 if seams else 2)
+    assert plain.stage_buckets(plain.stages[0])[0].streams == ("video",) and plain.prompts == ()
+
+
+def test_other_inputs_are_refused_with_what_they_need(tmp_path, monkeypatch):
+    film, long = made_film(tmp_path / "in.mp4", 9, 32, 32), made_film(tmp_path / "ten.mp4", 10, 32, 32)
+    folder, odd = plate(tmp_path / "plate", *[(32, 32)] * 9), plate(tmp_path / "odd", (32, 33))
+    (tmp_path / "empty").mkdir()
+    acescg = {"input_colorspace": "acescg", "frame_rate": 24.0}
+    takes = "takes a --frame-rate, and --input-colorspace srgb or acescg or acescct"
+    assert takes in refusal(lambda: job(folder).size)
+    assert takes in refusal(lambda: job(folder, **acescg | {"frame_rate": None}).size)
+    none = "takes no --frame-rate, and --input-colorspace srgb_gamma or srgb"
+    assert none in refusal(lambda: job(film, **acescg).size) and none in refusal(
+        lambda: job(film, frame_rate=24.0).size
+    )
+    assert "10 frames of 32x32; wanted 8k+1 frames, such as 9 or 17" in refusal(lambda: job(long).size)
+    assert "and even sides" in refusal(lambda: job(odd, **acescg).size)
+    assert "has no file NAME.exr" in refusal(lambda: job(tmp_path / "empty", **acescg).size)
+    two = job(film, video_conditioning=[[str(film), 1.0]] * 2)
+    assert "needs one --video-conditioning" in refusal(lambda: two.size)
+    assert job(folder, **acescg).size == Size(32, 32, 9, 24.0)
+    digest = content_digest(folder)
+    plate(tmp_path / "mixed", (32, 32), *[(32, 34)] * 8)
+    (folder / "8.exr").write_bytes((tmp_path / "mixed" / "8.exr").read_bytes())
+    assert content_digest(folder) != digest  # a changed frame is another input
+    assert "8.exr: got (32, 34) pixels, wanted (32, 32)" in refusal(encode, None, job(folder, **acescg))
+    monkeypatch.setitem(sys.modules, "PyOpenColorIO", None)
+    assert "needs the package PyOpenColorIO" in refusal(lambda: job(film).size)
+
+
+def test_text_embeddings_are_the_contexts_of_the_model_or_refused(tmp_path):
+    _, config = made_config()
+    texts, width = torch.randn(1, 1024, config.video.inner), config.video.inner
+    for name in ("video_context", "video_prompt_embeds"):
+        save_file({name: texts}, path := tmp_path / "texts.safetensors")
+        assert torch.equal(read_contexts(str(path), config, torch.float32).video, texts)
+    for wrong in ({"video_context": texts[:, :8]}, {"context": texts}, {"video_context": texts * torch.inf}):
+        save_file({name: x.contiguous() for name, x in wrong.items()}, path)
+        said = refusal(read_contexts, str(path), config, torch.float32)
+        assert f"wanted a finite video_context of shape (1, 1024, {width})" in said
+
+
+def test_the_vae_computes_hdr_in_float32_whatever_the_run_computes_in():
+    host = HostModels("", {}, torch.bfloat16, arithmetic=Arithmetic(torch.bfloat16))
+    exact = host.exact
+    assert exact.dtype == exact.latent_dtype == exact.arithmetic.dtype == torch.float32
+    assert host.dtype == host.latent_dtype == torch.bfloat16 and host.exact is exact
+    host.release()
+    assert "exact" not in vars(host)
+
+
+def test_exr_files_of_others_are_not_overwritten_and_stale_ones_of_ours_are_removed(tmp_path):
+    video, frames = tmp_path / "out.mp4", torch.rand(3, 4, 6, 3)
+    folder, known = exr_folder(video, "acescg"), Media(references=((9, False),), hdr=Size(4, 6, 9, 24.0))
+    made = job("in.mp4").with_media(known)
+    list(write_frames(folder, [frames], "acescg"))
+    OutputPaths(video).check({}, made)
+    list(write_frames(folder, [frames[:2]], "acescg"))
+    assert [path.name for path in sorted(folder.iterdir())] == ["frame_00000.exr", "frame_00001.exr"]
+    (folder / "frame_00001.exr").write_bytes(b"somebody's")
+    assert "frame_00001.exr exists and this toolkit did not write it" in refusal(OutputPaths(video).check, {}, made)
+    assert "HDR writes EXR files" in refusal(OutputPaths(video, frames=tmp_path / "png").check, {}, made)
