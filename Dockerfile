@@ -17,9 +17,9 @@ COPY src src
 # Where the base has Neuron's packages, the extra of its stack only checks their versions: NxD's
 # torch-neuronx is 2.9, TorchNeuron's a later one.
 RUN case "$(python -m pip show torch-neuronx 2>/dev/null)" in \
-        '') python -m pip install --no-cache-dir -c constraints.txt ".[plot,serve]" ;; \
-        *'Version: 2.9.'*) python -m pip install --no-cache-dir ".[neuron,plot,serve]" ;; \
-        *) python -m pip install --no-cache-dir ".[torchneuron,plot,serve]" ;; \
+        '') python -m pip install --no-cache-dir -c constraints.txt ".[hdr,plot,serve]" ;; \
+        *'Version: 2.9.'*) python -m pip install --no-cache-dir ".[neuron,hdr,plot,serve]" ;; \
+        *) python -m pip install --no-cache-dir ".[torchneuron,hdr,plot,serve]" ;; \
     esac \
  && python -m pip install --no-cache-dir --no-deps -c constraints.txt ltx-core
 

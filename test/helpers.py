@@ -465,12 +465,13 @@ def read_video(path: str | Path) -> dict:
     import av
 
     with av.open(str(path)) as container:
-        video, audio = container.streams.video[0], container.streams.audio[0]
-        pictures, sound = video.codec_context, audio.codec_context
+        video, audio = container.streams.video[0], next(iter(container.streams.audio), None)
+        pictures, sound = video.codec_context, audio and audio.codec_context
         facts = {"video_codec": pictures.name, "pixel_format": pictures.pix_fmt, "frame_rate": video.average_rate}
         facts |= {"width": pictures.width, "height": pictures.height}
-        facts |= {"audio_codec": sound.name, "channels": sound.channels, "sample_rate": sound.sample_rate}
-        for name, stream in (("video", video), ("audio", audio)):
+        if sound:
+            facts |= {"audio_codec": sound.name, "channels": sound.channels, "sample_rate": sound.sample_rate}
+        for name, stream in (("video", video), *([("audio", audio)] if audio else ())):
             facts[f"{name}_seconds"] = float(stream.duration * stream.time_base)
         return facts | {"frame_count": sum(1 for _ in container.decode(video))}
 

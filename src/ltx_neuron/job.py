@@ -20,6 +20,7 @@ from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.extension import Window
 from ltx_neuron.sampling.guidance import (
     IDENTITY_SCALE,
+    MATTE_NEGATIVE_PROMPT,
     NEGATIVE_PROMPT,
     SHORT_NEGATIVE_PROMPT,
     default_steps,
@@ -235,8 +236,8 @@ class Job(JobInputs):
         of = self.of(stage)
         canvas = _, *sides = video_latent_shape(stage.height, stage.width, of.size.num_frames)
         shapes = canvas, *(tokens.shape for tokens in of.appended(stage.upsampled, *sides))
-        references, silent = self.appended_references(stage.upsampled), of.temporal
-        sounds = 0 if silent and not silent.holds else of.size.audio_frames
+        references, window = self.appended_references(stage.upsampled), of.temporal
+        sounds = 0 if self.silent or (window and not window.holds) else of.size.audio_frames
         return Bucket(
             video_tokens=sum(map(math.prod, shapes)),
             audio_tokens=sounds + self.appended_audio(stage.upsampled),
@@ -334,11 +335,15 @@ class Job(JobInputs):
 
     @property
     def prompts(self) -> tuple[str, ...]:
-        """The prompts to encode: the prompt, and the negative one if a pass or NAG uses it."""
+        """The prompts to encode: the prompt, and the negative one if a pass or NAG uses it; none
+        of HDR."""
+        if self.text_embeddings is not None:
+            return ()
         uncond = self.guided and "uncond" in self.resolved_guidance.passes()
         if not uncond and self.nag is None:
             return (self.prompt,)
         default = SHORT_NEGATIVE_PROMPT if COMPAT[self.compat].short_negative else NEGATIVE_PROMPT
+        default = MATTE_NEGATIVE_PROMPT if self.alpha_gen else default
         return self.prompt, default if self.negative_prompt is None else self.negative_prompt
 
     # --- checks -----------------------------------------------------------------------------------
@@ -404,7 +409,7 @@ class Job(JobInputs):
         """The line of a prompts file for this job in another process: with the size, and with
         absolute paths of LoRAs."""
         values: dict[str, Any] = {}
-        if self.video_path is None:
+        if self.video_path is None and not self.media.hdr:
             values = {name: getattr(self.output_size, name) for name in SIZES}
             if self.sound_only:
                 values |= {"height": None, "width": None}

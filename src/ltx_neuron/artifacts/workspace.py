@@ -670,9 +670,9 @@ def of_release(job: Job, release: Release) -> Job:
 def check_job(job: Job, checkpoint: Checkpoint, transformer: TransformerConfig) -> None:
     """Raise FieldError for an input or a setting that does not run on a checkpoint."""
     count = job.num_generated_keyframes
-    if (count or job.dfr) and not transformer.use_keyframes_abs_pos_embedding:
+    if (count or job.dfr or job.hdr_seams) and not transformer.use_keyframes_abs_pos_embedding:
+        named = f"{{num_generated_keyframes}} {count}" if count else "{dfr}"
         raise FieldError(
-            f"{'{dfr}' if job.dfr else f'{{num_generated_keyframes}} {count}'}: the model of"
-            f" {checkpoint.path}, LTX {checkpoint.model_version}, generates no keyframes; leave it"
-            " out"
+            f"{named if count or job.dfr else '{text_embeddings}'}: the model of {checkpoint.path},"
+            f" LTX {checkpoint.model_version}, generates no keyframes; leave it out"
         )

@@ -256,7 +256,7 @@ def check_outputs(
     done = _recorded_files(folder)
     for line in lines:
         video = folder / line.file
-        check_replaceable(video, "--output-dir")
+        check_replaceable(video, "--output-dir", line.job)
         ours = line.file in done or any(map(os.path.lexists, sibling_files(video).values()))
         if os.path.lexists(video) and not ours:
             raise not_ours(video, "--output-dir")

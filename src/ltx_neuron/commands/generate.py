@@ -23,6 +23,7 @@ from ltx_neuron.engine.outputs import (
 from ltx_neuron.engine.preflight import RunOptions
 from ltx_neuron.engine.run import Engine
 from ltx_neuron.flags import verbs
+from ltx_neuron.host.encode_inputs import with_alpha
 from ltx_neuron.host.video import write_frames
 from ltx_neuron.job import Job
 from ltx_neuron.report.recorder import Recorder
@@ -74,7 +75,7 @@ def generate(job: Job, workspace: Workspace, options: RunOptions, outputs: Outpu
     """Make one video. User's mistakes raise UserError before a model loads."""
     job, recorder = workspace.resolved(job), Recorder(outputs.price)
     engine = Engine(workspace, recorder, options)
-    outputs.check(engine.preflight.files_read([job]), job.sound_only)
+    outputs.check(engine.preflight.files_read([job]), job)
     assert outputs.video
     state = resume.state_path(outputs.video)
     with logging_failure(log_path(outputs.video), state), engine:
@@ -89,6 +90,8 @@ def generate(job: Job, workspace: Workspace, options: RunOptions, outputs: Outpu
 
         def write(clip: DecodedClip) -> None:
             assert outputs.video
+            if outputs.video.suffix.lower() == ".mov":
+                clip.chunks = with_alpha(job, clip.chunks)
             # Each file appears under its name only when whole.
             if outputs.frames:
                 clip.chunks = write_frames(outputs.frames, clip.chunks)

@@ -227,7 +227,8 @@ def main(argv: list[str]) -> None:
     )
     file = "out.wav" if args.sound_only else "out.mp4"
     if not args.prompts_file:
-        words += [] if args.prompt else ["--prompt", "a red fox trots through snow"]
+        prompt = ["--prompt", "a red fox trots through snow"]
+        words += [] if args.prompt or args.text_embeddings else prompt
         words += [] if args.output_path else ["--output-path", file]
     elif not args.output_dir:
         words += ["--output-dir", "outputs"]

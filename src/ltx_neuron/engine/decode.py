@@ -12,8 +12,10 @@ from torch import Tensor
 from ltx_neuron.engine.resume import JobRun
 from ltx_neuron.host.background import Background, prefetch, wait_for
 from ltx_neuron.host.encode_inputs import with_source
+from ltx_neuron.host.hdr import exr_folder
+from ltx_neuron.host.masters import write_hlg, write_prores
 from ltx_neuron.host.models import HostModels
-from ltx_neuron.host.video import cut_frames, cut_sound, write_video, write_wav
+from ltx_neuron.host.video import cut_frames, cut_sound, write_frames, write_video, write_wav
 from ltx_neuron.job import Job
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.extension import joined
@@ -28,19 +30,27 @@ class DecodedClip:
     """One job's video or sound, which is decoded as its chunks are read."""
 
     job: Job
-    chunks: Iterator[Tensor]  # frames in order of time, each uint8 (N, H, W, 3)
+    # Frames in order of time, each uint8 (N, H, W, 3); of HDR float32 in [0, 1], in ACEScct
+    chunks: Iterator[Tensor]
     waveform: Callable[[], Tensor]  # waits for the sound and returns it: float32 (2, samples)
     sample_rate: int
     sound_is_ready: Callable[[], bool] = lambda: True  # whether `waveform` returns at once
 
     def write(self, path: Path, recorder: Recorder | None = None) -> None:
-        """Write the MP4 chunk by chunk, or the WAV of sound alone; as a phase of the recorder."""
+        """Write the MP4 chunk by chunk, with EXR files of HDR, the MOV of chunks with alpha, or the
+        WAV of sound alone; as a phase of the recorder."""
         alone, rate, ready = self.job.sound_only, self.job.output_frame_rate, self.sound_is_ready
         with recorder.phase("write_wav" if alone else "encode_mp4") if recorder else nullcontext():
             if alone:
                 write_wav(path, self.waveform(), self.sample_rate)
+            elif self.job.media.hdr:
+                folder = exr_folder(path, space := self.job.exr_colorspace)
+                write_hlg(path, write_frames(folder, self.chunks, space), rate)
+            elif path.suffix.lower() == ".mov":
+                write_prores(path, self.chunks, rate)
             else:
-                write_video(path, self.chunks, rate, self.waveform, self.sample_rate, ready)
+                sound = None if self.job.silent else self.waveform
+                write_video(path, self.chunks, rate, sound, self.sample_rate, ready)
 
 
 @dataclass
@@ -129,10 +139,13 @@ class Decoder:
         self, job: Job, video: Tensor | None, tensors: dict[str, Tensor], rate: int
     ) -> Iterator[DecodedClip]:
         """A job's clip. If cores are free, pictures are decoded ahead, and sound in parallel."""
-        chunks = self._pictures(video, job.seed, job.decoded_keyframes(tensors))
+        hdr = job.media.hdr
+        chunks = self._pictures(video, job.seed, job.decoded_keyframes(tensors), hdr is not None)
         sound = cache(partial(self._sound, job, tensors))
         if job.extension:
             chunks = with_source(job, chunks)
+        elif hdr:
+            chunks = cut_frames(chunks, job.size.num_frames, (1 + job.high_quality, *hdr.sides))
         elif job.tail_frames or job.dfr:
             frames = job.output_frames
             chunks = cut_frames(chunks, frames)
@@ -152,11 +165,14 @@ class Decoder:
             yield DecodedClip(job, self._awaited(chunks), waveform, rate, ready)
 
     def _pictures(
-        self, video: Tensor | None, seed: int, keyframes: dict[int, Tensor]
+        self, video: Tensor | None, seed: int, keyframes: dict[int, Tensor], exact: bool
     ) -> Generator[Tensor, None, None]:
         if video is None:
             return
-        chunks = self.decode_video(video, seed=seed, keyframes=keyframes)
+        if exact:
+            chunks = self.host.exact.decode_video(video.float(), None, seed, keyframes, exact)
+        else:
+            chunks = self.decode_video(video, seed=seed, keyframes=keyframes)
         with self.recorder.phase("decode_video"):
             for chunk in chunks:
                 with self.recorder.paused():
@@ -174,8 +190,8 @@ class Decoder:
             del chunk
 
     def _sound(self, job: Job, tensors: dict[str, Tensor]) -> Tensor:
-        if job.sound:
-            return tensors["waveform"]
+        if job.sound or job.silent:
+            return tensors["waveform"] if job.sound else torch.zeros(2, 0)
         with self.recorder.phase("decode_audio"):
             waveform = self.decode_audio(tensors[job.audio_key])
         return job.extension.heard(waveform, self.host.sample_rate) if job.extension else waveform

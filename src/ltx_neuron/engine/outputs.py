@@ -33,6 +33,7 @@ from ltx_neuron.files import (
     whole_file,
     write_json,
 )
+from ltx_neuron.host.hdr import exr_folder
 from ltx_neuron.host.images import content_digest
 from ltx_neuron.host.video import FRAME_NAME, check_frames, check_output_path, frames_in
 from ltx_neuron.job import Job
@@ -61,16 +62,18 @@ class OutputPaths:
     # True: from the resume file beside `video`; a path: from that file
     resume: bool | str | None = None
 
-    def check(self, inputs: dict[str, Path], sound_only: bool = False) -> None:
+    def check(self, inputs: dict[str, Path], job: Job | None = None) -> None:
         """Raise UserError unless every output is writable and has a file of its own.
 
         inputs  files and folders that the job reads, by flag
         """
+        job = job or Job()
         require(self.video, "--output-path", "--prompt", "Type for example --output-path out.mp4")
         assert self.video
-        check_output_path(self.video, sound_only)
-        if sound_only and self.frames:
-            raise UserError("--sound-only makes no picture: leave out --save-frames")
+        check_output_path(self.video, job.sound_only, job.alpha_gen)
+        if (job.sound_only or job.media.hdr) and self.frames:
+            why = "--sound-only makes no picture" if job.sound_only else "HDR writes EXR files"
+            raise UserError(f"{why}: leave out --save-frames")
         siblings = sibling_files(self.video).items()
         named = {
             "--output-path": self.video,
@@ -93,7 +96,7 @@ class OutputPaths:
         if resumed and resumed != state_path(self.video):
             inputs = inputs | {"--resume": resumed}
         check_outputs(outputs, inputs)
-        check_replaceable(self.video, "--output-path")
+        check_replaceable(self.video, "--output-path", job)
         if self.frames:
             check_frames(self.frames)
 
@@ -129,11 +132,13 @@ def sibling_files(video: Path) -> dict[str, Path]:
     return {"JSON": video.with_suffix(".json"), "state": state_path(video), "log": log_path(video)}
 
 
-def check_replaceable(video: Path, flag: str) -> None:
+def check_replaceable(video: Path, flag: str, job: Job) -> None:
     """Raise UserError if a run would replace a file beside the video that no run wrote."""
     for kind, path in sibling_files(video).items():
         if os.path.lexists(path) and not (path.is_file() and _IS_OURS[kind](path)):
             raise not_ours(path, flag)
+    if job.media.hdr:
+        check_frames(exr_folder(video, job.exr_colorspace), flag)
 
 
 def is_sidecar(path: Path) -> bool:

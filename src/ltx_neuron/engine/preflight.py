@@ -211,7 +211,8 @@ class Preflight:
                 [workspace.source("dit", loras) for loras in sets]
                 + [workspace.text_loras(job) for job in jobs]
             )
-        if not planned or workspace.files.beside("gemma"):
+        prompted = any(job.prompts for job in jobs)
+        if prompted and (not planned or workspace.files.beside("gemma")):
             checks["gemma"] = self._check_text_files
         if head:
             of = workspace.checkpoint, workspace.transformer
@@ -328,7 +329,7 @@ def notes(job: Job, workspace: Workspace) -> list[str]:
     or of another kind than the model knows. Printed, and written into the sidecar and the API's
     answer. Reads the job's files, so they must have been checked."""
     lines = encode_inputs.notes(job)
-    if not job.prompt.strip():
+    if not job.prompt.strip() and job.prompts:
         lines.append("the prompt is empty: the references alone guide the video")
     if job.reference_sound and lora.are_silent(job.stages[0].loras):
         lines.append("no LoRA has layers of the sound, so the voice may not be taken over")
@@ -449,7 +450,8 @@ def compiled_memory(
 def _host_models(job: Job) -> list[str]:
     """Names of the host models a job runs, besides upsamplers."""
     names = [] if job.sound_only else ["video_decoder"]
-    names += [] if job.sound else ["audio_decoder", "vocoder"]  # an input sound is not decoded
+    # An input sound is not decoded.
+    names += [] if job.sound or job.silent else ["audio_decoder", "vocoder"]
     names += ["video_encoder"] if job.images or job.encoded_clips else []
     names += ["audio_encoder"] if job.sound or job.retake or job.reference_sound else []
     names += ["video_statistics"] if job.upsamplers else []

@@ -78,7 +78,7 @@ class JobRun:
         keyframes, (1, 128, K, h, w)."""
         if not self.job.sound_only:
             self.tensors[f"{stage.key}_video"] = video
-        if not stage.temporal:
+        if not (stage.temporal or self.job.silent):
             self.tensors[f"{stage.key}_audio"] = audio
         if keyframes is not None:
             self.tensors[f"{stage.key}_generated_keyframes"] = keyframes
@@ -103,7 +103,7 @@ def _latent_shapes(job: Job) -> dict[str, tuple[int, ...]]:
         sound = (1, AUDIO_CHANNELS, of.size.audio_frames, MEL_BINS)
         if not job.sound_only:
             shapes[f"{stage.key}_video"] = (1, VIDEO_CHANNELS, *clip)
-        if not stage.temporal:
+        if not (stage.temporal or job.silent):
             shapes[f"{stage.key}_audio"] = sound
         if count := len(of.generated_keyframes(stage.upsampled)):
             keyframes = (1, VIDEO_CHANNELS, count, *clip[1:])

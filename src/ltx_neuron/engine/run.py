@@ -37,7 +37,7 @@ from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.text import inputs
 from ltx_neuron.text.cache import PromptCache
-from ltx_neuron.text.encoders import Contexts
+from ltx_neuron.text.encoders import Contexts, read_contexts
 from ltx_neuron.weights.lora import WeightSet
 
 _REMEMBERED_PROMPTS = 32  # contexts have 13 MB per prompt
@@ -315,6 +315,11 @@ class Engine:
         unknown: dict[WeightSet, dict[tuple[str, ...], list]] = {}
         if len(self._contexts) > _REMEMBERED_PROMPTS:
             self._contexts.clear()
+        of_model = self.workspace.transformer, self.workspace.dtype
+        for run in runs:
+            if path := run.job.text_embeddings:
+                run.take_contexts([read_contexts(path, *of_model)])
+        runs = [run for run in runs if not run.contexts]
         keys = [(self.workspace.text_loras(run.job), run.job.prompts) for run in runs]
         for loras, texts in [k for k in dict.fromkeys(keys) if k not in self._contexts]:
             tokens = [inputs.tokenize(self.workspace.tokenizer, text) for text in texts]

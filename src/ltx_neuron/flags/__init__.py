@@ -181,7 +181,7 @@ def workspace(args: argparse.Namespace, writes: bool = True, tuned: bool = True)
     opened.compat = getattr(args, "compat", None)
     opened.recipe_note = getattr(args, "recipe_note", "")
     opened.spatial_scale = spatial_scale(local(args, "spatial_upsampler_path"))
-    if getattr(args, "needs_gemma", False):
+    if getattr(args, "needs_gemma", False) and not getattr(args, "text_embeddings", None):
         example = "Type for example --gemma-root gemma-3-12b"
         require(opened.gemma_root, "--gemma-root", "--checkpoint-path", example)
     if tuned:

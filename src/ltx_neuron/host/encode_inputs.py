@@ -5,7 +5,7 @@ Sources: ltx-pipelines 1.2.0, a2vid_two_stage.py, retake.py, iclora_utils.py and
 The checks raise UserError for unsuitable files before a model is loaded.
 """
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from itertools import chain, islice, repeat
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ltx_neuron.errors import UserError, own_files
-from ltx_neuron.host import media
+from ltx_neuron.host import hdr, media
 from ltx_neuron.host.images import check_filling, check_image, decode_image, is_still, load_image
 from ltx_neuron.host.media import Sound, read_sound
 from ltx_neuron.host.models import HostModels
@@ -43,6 +43,7 @@ VOICE, DUBBED = "--reference-audio", "--reference-video"
 CHANNELS = 2  # of the encoded sound
 BED_SEED = 0xBED  # of every bed: one sound at one level is always heard the same
 _HEARD = 1 / shapes.AUDIO_LATENTS_PER_SECOND  # seconds: less is not worth a note
+_HDR_WHOLE = 512 * 768  # pixels of a frame; HDR's larger ones are encoded in tiles
 _TOO_SHORT = 512 / shapes.SAMPLE_RATE  # seconds: half a frame of the spectrogram, reflected
 
 
@@ -94,8 +95,11 @@ def encode(
     audio_reference   (1, 8, Tref, 16), of a voice or of a dubbed clip's sound, with its mel
     reference_latent  (1, 128, F, h, w), then reference_latent_1 and so on; in stage 2
                       s2_reference_latent
+    given_keyframes   (1, 128, K, h, w), of HDR
     reference_attention  (1, M), a weight per token of all references, if there is a mask
     """
+    if inputs.media.hdr:
+        return _encode_hdr(host, inputs, inputs.media.hdr)
     references = inputs.appended_references(upsampled)
     names, size = reference_names(len(references), upsampled), inputs.stage_size(upsampled)
     tensors = {
@@ -395,11 +399,26 @@ def with_source(
             yield torch.stack(chunk)
 
 
+def with_alpha(inputs: JobInputs, mattes: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The frames of a matte's video at its size, uint8 (N, H, W, 4), with the grey of each frame of
+    the matte as alpha. mattes: chunks of frames, uint8 (N, H, W, 3)."""
+    (path, _), *_ = inputs.video_conditioning
+    frames = _frames(path, REFERENCE, inputs.output_size.num_frames, inputs.upright)
+    for chunk in mattes:
+        pixels = media.pixels_of(islice(frames, len(chunk)), *inputs.size.sides)
+        colors = ((pixels[0] + 1) * 127.5).round().byte().permute(1, 2, 3, 0)
+        alpha = chunk.float().mean(dim=-1, keepdim=True).round().byte()
+        yield torch.cat([colors, alpha], dim=-1).contiguous()
+
+
 # --- references -----------------------------------------------------------------------------------
 
 
 def _check_references(inputs: JobInputs) -> None:
-    for reference in inputs.references:
+    if inputs.alpha_gen:
+        first, frames = inputs.references[0], inputs.output_size.num_frames
+        _check_number(first.path, REFERENCE, 1 if first.still else first.num_frames, frames)
+    for reference in () if inputs.media.hdr else inputs.references:
         _, height, width = reference.pixels(inputs.size.first)
         sides = height, width
         if reference.still:
@@ -431,6 +450,35 @@ def _encode_reference(
     # The encoder needs 8k+1 frames; upstream omits the last ones, too.
     pixels = media.pixels_of(taken, *sides)[:, :, :count]
     return host.encode_video(pixels.to(host.dtype), inputs.encodes_whole(size), rank_tiles)
+
+
+def _encode_hdr(host: HostModels, inputs: JobInputs, source: Size) -> dict[str, Tensor]:
+    """In float32: the whole clip, and each frame at a keyframe as a clip of its own."""
+    height, width = inputs.size.sides
+    beyond = (0, height - source.height), (0, width - source.width), (0, 0)
+    codes = (hdr.to_acescct(x, inputs.input_colorspace) for x in _light(inputs, source))
+    pixels = torch.from_numpy(np.stack([np.pad(x, beyond, "reflect") for x in codes]) * 2 - 1)
+    pixels = pixels.permute(3, 0, 1, 2)[None].contiguous()
+    if inputs.high_quality:
+        pixels = pixels.repeat_interleave(2, dim=2)[:, :, :-1]
+    parts = [pixels, *(pixels[:, :, at : at + 1] for at in inputs.hdr_seams)]
+    whole = height * width <= _HDR_WHOLE
+    clip, *given = (host.exact.encode_video(part, whole).to(host.dtype) for part in parts)
+    return {"reference_latent": clip, "given_keyframes": torch.cat(given or [clip[:, :, :0]], 2)}
+
+
+def _light(inputs: JobInputs, source: Size) -> Iterator[np.ndarray]:
+    """The frames of HDR's input, float32 (H, W, 3), those of a video in [0, 1]."""
+    path = inputs.video_conditioning[0].path
+    if not Path(path).is_dir():
+        frames = _frames(path, REFERENCE, source.num_frames, inputs.upright)
+        yield from (frame.astype(np.float32) / 255 for frame in frames)
+        return
+    for file in hdr.exr_frames(path):
+        frame = hdr.read_exr(file, REFERENCE)
+        if (sides := frame.shape[:2]) != source.sides:
+            raise UserError(f"{REFERENCE} {file}: got {sides} pixels, wanted {source.sides}")
+        yield frame
 
 
 def _reference_attention(

@@ -1,16 +1,19 @@
 """The facts of a job's files that its size and its graphs depend on."""
 
+from pathlib import Path
 from typing import Any
 
 from ltx_neuron.errors import FieldError, UserError
 from ltx_neuron.files import check_readable
 from ltx_neuron.format import print_once
 from ltx_neuron.host.encode_inputs import DUBBED, REFERENCE, RETAKE, VOICE, read_reference_audio
+from ltx_neuron.host.hdr import exr_frames, package, read_exr
 from ltx_neuron.host.images import is_still
 from ltx_neuron.host.media import ffmpeg, footage, read_sound, video_size
 from ltx_neuron.sampling.conditions import WeightedFile
 from ltx_neuron.sampling.inputs import JobInputs, Media
 from ltx_neuron.sampling.shapes import SPACE_SCALE, TIME_SCALE, sound_latent_frames
+from ltx_neuron.sampling.size import Size
 from ltx_neuron.weights.lora import WeightSet, detailing_scale, dubbing_scale, reference_scale
 
 
@@ -34,6 +37,10 @@ def read_media(
         clip, scales = _clip(inputs), (dubbing_scale(loras[0]), 1)
     elif inputs.video_conditioning:
         scales = reference_scale(ic_loras)
+    if inputs.text_embeddings is not None:
+        hdr = _hdr_input(inputs)
+        frames = 2 * hdr.num_frames - 1 if inputs.high_quality else hdr.num_frames
+        return Media(references=((frames, False),), hdr=hdr)
     stills = {path: is_still(path) for path, _ in inputs.video_conditioning}
     references = tuple(
         (1 if stills[path] else footage(path, REFERENCE).num_frames, stills[path])
@@ -41,6 +48,36 @@ def read_media(
     )
     detailing = detailing_scale(detailing_loras)
     return Media(video, clip, references, scales, detailing, _latents(inputs))
+
+
+def _hdr_input(inputs: JobInputs) -> Size:
+    """The size of the input of HDR, a video or a folder of EXR files."""
+    for name in ("OpenEXR", "PyOpenColorIO"):
+        package(name)
+    (path, _), *others = inputs.video_conditioning
+    folder, rate = Path(path).is_dir(), inputs.frame_rate
+    spaces = ("srgb", "acescg", "acescct") if folder else ("srgb_gamma", "srgb")
+    if inputs.input_colorspace not in spaces or folder != (rate is not None) or others:
+        raise FieldError(
+            f"{{text_embeddings}} needs one {{video_conditioning}}; {{path}} takes"
+            f" {'a' if folder else 'no'} {{frame_rate}}, and {{input_colorspace}} "
+            + " or ".join(spaces),
+            path=path,
+        )
+    if folder:
+        if not (files := exr_frames(path)):
+            raise UserError(f"{REFERENCE} {path} has no file NAME.exr")
+        height, width, _ = read_exr(files[0], REFERENCE).shape
+        size = Size(height, width, len(files), rate or 0.0)
+    else:
+        size = footage(path, REFERENCE, inputs.upright)
+    frames = (size.num_frames - 1) // TIME_SCALE * TIME_SCALE + 1
+    if frames != size.num_frames or any(side % 2 for side in size.sides):
+        raise UserError(
+            f"{REFERENCE} {path} has {size.num_frames} frames of {size.height}x{size.width}; wanted"
+            f" 8k+1 frames, such as {max(1, frames)} or {frames + TIME_SCALE}, and even sides"
+        )
+    return size
 
 
 def _latents(inputs: JobInputs) -> int:

@@ -115,6 +115,9 @@ def content_digest(path: str | Path) -> str:
     """SHA-256 of a file's bytes, which identifies a job's input independent of its name.
     "unreadable" if the file cannot be read; the checks of a job raise the error."""
     try:
+        if os.path.isdir(path):  # of HDR's input: its files, in the order of their names
+            digests = map(content_digest, sorted(Path(path).glob("*")))
+            return hashlib.sha256("".join(digests).encode()).hexdigest()
         check_regular(path)
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,6 +1,7 @@
 """The host models: video VAE, latent upsamplers, audio decoder and vocoder, on the CPU."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import copy
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -72,6 +73,15 @@ class HostModels:
             "temporal": temporal_upsampler_path,
         }
 
+    @cached_property
+    def exact(self) -> "HostModels":
+        """The video VAE in float32, for HDR."""
+        exact = copy(self)
+        exact.release()
+        exact.dtype = exact.latent_dtype = torch.float32
+        exact.arithmetic = self.arithmetic and Arithmetic(libraries=self.arithmetic.libraries)
+        return exact
+
     @torch.no_grad()
     def encode_image(self, pixels: torch.Tensor) -> torch.Tensor:
         """Encode pixels (1, 3, 1, H, W) in [-1, 1] as a latent (1, 128, 1, H/32, W/32)."""
@@ -119,6 +129,7 @@ class HostModels:
         seed: int = 0,  # of the diffusion decoder's noise
         # Latents (1, 128, 1, h, w) by frame; the diffusion decoder reads them on the host
         keyframes: Mapping[int, torch.Tensor] | None = None,
+        exact: bool = False,  # to chunks that are float32 in [0, 1]
     ) -> Iterator[torch.Tensor]:
         """Decode a video latent (1, 128, F, h, w) to its 8F-7 frames, lazily, in chunks in order of
         time, each uint8 (N, 32h, 32w, 3).
@@ -142,7 +153,10 @@ class HostModels:
                 continue
             # NaN would become black pixels, and the module's hook is not called for tiles.
             spec.check_output(None, (latent,), frames)
-            chunk = _to_bytes(frames)
+            if exact:
+                chunk = ((frames + 1) / 2).clamp(0, 1)[0].permute(1, 2, 3, 0).contiguous()
+            else:
+                chunk = _to_bytes(frames)
             del frames  # freed while the next ones are decoded
             yield chunk
             del chunk
@@ -197,7 +211,8 @@ class HostModels:
 
     def release(self) -> None:
         """Free all models; the next use builds them again."""
-        built = [name for name, value in vars(self).items() if isinstance(value, torch.nn.Module)]
+        kinds = torch.nn.Module, HostModels
+        built = [name for name, value in vars(self).items() if isinstance(value, kinds)]
         for name in built:
             delattr(self, name)
 

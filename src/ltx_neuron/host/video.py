@@ -16,6 +16,7 @@ import torch
 from ltx_neuron import files
 from ltx_neuron.errors import UserError
 from ltx_neuron.host.background import check_cancelled
+from ltx_neuron.host.hdr import write_exr
 from ltx_neuron.host.spectrogram import resample
 
 # Quality, size and speed are those of ltx-pipelines since 1.1.3. The output depends on the number
@@ -29,19 +30,20 @@ X264_OPTIONS = {"crf": "19", "preset": "veryfast", "x264-params": X264_CODE}
 BT709, LIMITED_RANGE = 1, 1
 # Sample rates of AAC.
 AAC_RATES = 7350, 8000, 11025, 12000, 16000, 22050, 24000, 32000, 44100, 48000, 64000, 88200, 96000
-FRAME_NAME = re.compile(r"frame_[0-9]{5}\.png")
-# The text chunk that marks our frames, right after the PNG's header.
-_SOFTWARE, _MARKED = "Software", f"tEXtSoftware\0{files.MARK}".encode()
+FRAME_NAME = re.compile(r"frame_[0-9]{5}\.(png|exr)")
+# What marks our frames: the text chunk right after the PNG's header, an attribute of the EXR's.
+_SOFTWARE = "Software"
+_MARKED = re.compile(rf"(?s)(tEXtSoftware\0|software\0string\0.{{4}}){files.MARK}".encode())
 
 
-def check_output_path(path: str | Path, sound_only: bool = False) -> None:
-    """Raise UserError unless an MP4, or a sound's WAV, can be written to `path`."""
+def check_output_path(path: str | Path, sound_only: bool = False, alpha: bool = False) -> None:
+    """Raise UserError unless an MP4, a sound's WAV, or a matte's MOV can be written to `path`."""
     suffix, path = ".wav" if sound_only else ".mp4", Path(path)
     if path.is_dir():
         raise UserError(
             f"--output-path {path} is a folder; type --output-path {path / f'video{suffix}'}"
         )
-    if path.suffix.lower() != suffix:
+    if path.suffix.lower() not in (suffix, ".mov" if alpha else suffix):
         if sound_only:
             raise UserError(
                 f"--sound-only makes no picture, got --output-path {path}: a sound is written as"
@@ -80,7 +82,7 @@ def write_video(
     # Called after a chunk if the sound is ready, and otherwise after the last one; returns float32
     # (2, samples) in [-1, 1]. It is cut, or padded with silence, to the video's length, because
     # decoded lengths differ by some milliseconds
-    waveform: Callable[[], torch.Tensor],
+    waveform: Callable[[], torch.Tensor] | None,  # None: a silent video
     sample_rate: int,  # samples of `waveform` per second; resampled if AAC does not support it
     # Whether `waveform` returns at once: encoded pictures wait in memory for the sound of their
     # time
@@ -92,7 +94,7 @@ def write_video(
     import av
 
     rate, count, samples = exact_frame_rate(frame_rate), 0, 0
-    if (decoded_rate := sample_rate) not in AAC_RATES:
+    if waveform and (decoded_rate := sample_rate) not in AAC_RATES:
         sample_rate, decoded = aac_rate(decoded_rate), waveform
         waveform = cache(lambda: resample(decoded(), decoded_rate, sample_rate))
 
@@ -100,7 +102,7 @@ def write_video(
         """Encode the sound up to the frames so far, from its last position on."""
         nonlocal samples
         end = _sample_count(count, frame_rate, sample_rate)
-        if end == samples:
+        if not waveform or end == samples:
             return
         frame = av.AudioFrame.from_ndarray(
             _to_int16(waveform(), samples, end), format="s16", layout="stereo"
@@ -117,7 +119,8 @@ def write_video(
         for chunk in chunks:
             if not count:
                 video_stream = _add_video_stream(container, rate, *chunk.shape[1:3])
-                audio_stream = container.add_stream("aac", rate=sample_rate, layout="stereo")
+                if waveform:
+                    audio_stream = container.add_stream("aac", rate=sample_rate, layout="stereo")
             for picture in chunk.numpy():
                 check_cancelled()
                 container.mux(video_stream.encode(yuv420(picture)))
@@ -126,8 +129,9 @@ def write_video(
             if sound_is_ready():
                 mux_sound()
         container.mux(video_stream.encode())
-        mux_sound()
-        container.mux(audio_stream.encode())
+        if waveform:
+            mux_sound()
+            container.mux(audio_stream.encode())
 
 
 def yuv420(picture: np.ndarray, threads: int = 0):
@@ -155,14 +159,16 @@ def _sample_count(frames: int, frame_rate: float, sample_rate: int) -> int:
 
 
 def cut_frames(
-    chunks: Generator[torch.Tensor, None, None], count: int
+    chunks: Generator[torch.Tensor, None, None], count: int, part: tuple[int, ...] = ()
 ) -> Generator[torch.Tensor, None, None]:
-    """The first `count` frames of a decoded video, which is decoded as far as they depend on it."""
+    """The first `count` frames of a decoded video, which is decoded as far as they depend on it.
+    part: N, rows, columns: of these every Nth frame from 0 on, and its first rows and columns."""
+    done, (every, height, width) = 0, part or (1, None, None)
     with closing(chunks):
-        while count > 0:
-            chunk = next(chunks)[:count]
-            count -= len(chunk)
-            yield chunk
+        while done < count:
+            chunk = next(chunks)[: count - done]
+            first, done = -done % every, done + len(chunk)
+            yield chunk[first::every, :height, :width]
             del chunk  # freed while the next one is decoded
 
 
@@ -173,9 +179,12 @@ def cut_sound(
     return waveform()[:, : _sample_count(frames, frame_rate, sample_rate)]
 
 
-def write_frames(folder: str | Path, chunks: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Write frames as frame_00000.png and so on. Yields each chunk, uint8 (N, H, W, 3), after it.
-    At the end, pictures with higher numbers from an earlier run of this toolkit are removed."""
+def write_frames(
+    folder: str | Path, chunks: Iterable[torch.Tensor], space: str | None = None
+) -> Iterator[torch.Tensor]:
+    """Write frames as frame_00000.png and so on. Yields each chunk, uint8 (N, H, W, 3) or with
+    alpha (N, H, W, 4), after it. At the end, pictures with higher numbers from an earlier run of
+    this toolkit are removed. space: of EXR files instead, of float frames in ACEScct."""
     from PIL import Image
     from PIL.PngImagePlugin import PngInfo
 
@@ -186,9 +195,12 @@ def write_frames(folder: str | Path, chunks: Iterable[torch.Tensor]) -> Iterator
     for chunk in chunks:
         for picture in chunk.numpy():
             check_cancelled()
-            written.append(folder / f"frame_{len(written):05d}.png")
+            written.append(folder / f"frame_{len(written):05d}.{'exr' if space else 'png'}")
             with files.whole_file(written[-1]) as partial:
-                Image.fromarray(picture).save(partial, format="PNG", pnginfo=mark)
+                if space:
+                    write_exr(partial, picture, space)
+                else:
+                    Image.fromarray(picture).save(partial, format="PNG", pnginfo=mark)
         yield chunk
         del chunk, picture  # not kept while the next one is made
     for stale in set(frames_in(folder)) - set(written):
@@ -202,18 +214,17 @@ def frames_in(folder: Path) -> list[Path]:
     return [path for path in paths if FRAME_NAME.fullmatch(path.name)]
 
 
-def check_frames(folder: Path) -> None:
+def check_frames(folder: Path, flag: str = "--save-frames DIR") -> None:
     """Raise UserError if `write_frames` would overwrite pictures that it did not make."""
     for path in frames_in(folder):
         if not _is_ours(path):
             raise UserError(
-                f"{path} exists and this toolkit did not write it; pass an empty folder with"
-                " --save-frames DIR"
+                f"{path} exists and this toolkit did not write it; pass an empty folder with {flag}"
             )
 
 
 def _is_ours(picture: Path) -> bool:
-    return _MARKED in files.first_bytes(picture, 128)
+    return bool(_MARKED.search(files.first_bytes(picture, 1024)))
 
 
 def _add_video_stream(container, rate: Fraction, height: int, width: int):

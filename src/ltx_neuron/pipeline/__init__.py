@@ -287,7 +287,8 @@ class LTXPipeline(DiffusersWords):
     ) -> LTXPipelineOutput:
         self.engine.check_process()
         file = "wav" if jobs[0].sound_only else "mp4"
-        _check_known("output_type", output_type, ("pil", "np", "pt", "latent", file))
+        forms = () if jobs[0].media.hdr else ("pil", "np", "pt")  # of 8 bits
+        _check_known("output_type", output_type, (*forms, "latent", file))
         _check_kind("output_path", output_path, str, Path)
         if not (callback_on_step_end is None or callable(callback_on_step_end)):
             raise UserError(
@@ -433,7 +434,7 @@ def _trimmed(result: Any, latent: bool) -> Result:
     if latent:
         upscaled = [UPSCALED[kind] for kind in UPSCALES.get(result.job.upscale, ())]
         video = result.tensors.get(upscaled[-1] if upscaled else result.job.video_key)
-        audio = result.tensors[result.job.audio_key]
+        audio = result.tensors.get(result.job.audio_key)
         if video is not None and result.job.tail_frames:
             video = video[:, :, : (result.job.output_frames - 1) // TIME_SCALE + 1]
             audio = audio[:, :, : result.job.output_size.audio_frames]

@@ -35,7 +35,7 @@ from ltx_neuron.sampling.conditions import EncodedClip
 from ltx_neuron.sampling.samplers import SAMPLERS
 from ltx_neuron.sampling.shapes import TIME_SCALE, upscaled, video_latent_shape
 from ltx_neuron.weights.checkpoint import Checkpoint, Source
-from ltx_neuron.weights.sharding import HOST, SHARDED_MODELS, SOUND_ALONE, local_shape, rule
+from ltx_neuron.weights.sharding import ALONE, HOST, SHARDED_MODELS, local_shape, rule
 from ltx_neuron.weights.tensorfile import DTYPES
 
 ASSUMED = {
@@ -265,7 +265,8 @@ def plan(
         return [plans[stage] for stage in stages]
 
     stages, weights = stage_plans(job), _dit_bytes(checkpoint, tp, torch_dtype)
-    used = _dit_bytes(checkpoint, tp, torch_dtype, SOUND_ALONE) if job.sound_only else weights
+    alone = job.sound_only or job.silent
+    used = _dit_bytes(checkpoint, tp, torch_dtype, ALONE[job.silent]) if alone else weights
     gemma_bytes = embeddings = 0
     if gemma:
         with export.fake_process_group(tp):

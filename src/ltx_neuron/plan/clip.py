@@ -103,9 +103,10 @@ class ClipPlanner:
     price: Price | None = None
 
     def planned(self) -> ClipPlan:
-        first = [*self._text(), *self._inputs(), *self._denoising()]
+        texts = self._text() if self.job.prompts else ()
+        first = [*texts, *self._inputs(), *self._denoising()]
         # An input sound is muxed unchanged.
-        sound = [] if self.job.sound else [self._sound()]
+        sound = [] if self.job.sound or self.job.silent else [self._sound()]
         last = sound if self.job.sound_only else [self._video(), *sound, self._mp4()]
         rows, seconds, batch_seconds = [*first, *last], None, None
         if all(row.seconds is not None for row in rows):

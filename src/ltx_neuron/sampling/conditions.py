@@ -33,6 +33,7 @@ Keyframes = Annotated[int, Field(ge=0)]
 Rounds = Annotated[int, Field(ge=0, le=2)]
 TILE = 1024, 1536  # pixels, the default height and width of a tile
 TileSide = Annotated[int, Field(ge=64, multiple_of=SPACE_SCALE)]
+ANCHOR = 0.95  # strength of the keyframes that a stage of DFR or HDR is given
 BedLevel = Annotated[float, Field(ge=-120, lt=0)]
 
 

@@ -18,11 +18,10 @@ from ltx_neuron.sampling.shapes import AUDIO_CHANNELS, MEL_BINS, TIME_SCALE, aud
 from ltx_neuron.sampling.size import Size
 
 SEGMENTS = 24, 32  # frames
-ANCHOR = 0.95  # strength of the keyframes that a window is given
 ETA = 0.5  # of the ancestral sampler in a window
 CLIPS = "temporal_video", "temporal_video_1"  # the upsampled clips of the rounds
 _SEED = 1000  # times the round
-_HIGHEST_RATE, _TRAINED_RATES = 60.0, 30.0
+_HIGHEST_RATE, TRAINED_RATE = 60.0, 30.0
 
 
 class TemporalWindow(NamedTuple):
@@ -80,7 +79,7 @@ def model_rate(rate: float, holds: bool = True) -> float:
     """The frame rate of the positions that the model sees in a clip of this rate. holds: as in 1.4,
     otherwise in a window of 1.2.0."""
     if holds:
-        return _HIGHEST_RATE if rate > _TRAINED_RATES else rate
+        return _HIGHEST_RATE if rate > TRAINED_RATE else rate
     return min(rate, _HIGHEST_RATE)
 
 

@@ -113,6 +113,9 @@ VOICE_DEFAULTS = Guidance(_VOICE_STREAM, replace(_VOICE_STREAM, cfg_scale=7.0))
 # negative prediction (CFGStarRescalingGuider) is not implemented.
 _HQ_VOICE_STREAM = replace(_HQ_STREAM, rescale_scale=0.0)
 HQ_VOICE_DEFAULTS = Guidance(_HQ_VOICE_STREAM, replace(_HQ_VOICE_STREAM, cfg_scale=7.0))
+# Without a second pass; the rescale then has no effect (ltx-pipelines 1.4, alpha_gen.py).
+MATTE = Guidance(StreamGuidance(rescale_scale=0.7), StreamGuidance())
+MATTE_NEGATIVE_PROMPT = "worst quality, inconsistent motion, blurry, jittery, distorted"
 IDENTITY_SCALE = 3.0  # how far the sound is guided away from the prediction without the voice
 
 

@@ -17,6 +17,7 @@ from ltx_neuron.files import check_readable
 from ltx_neuron.sampling import dfr, rules
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditions import (
+    ANCHOR,
     TILE,
     AttentionMask,
     EncodedClip,
@@ -29,7 +30,7 @@ from ltx_neuron.sampling.conditions import (
 )
 from ltx_neuron.sampling.dfr import Rendering, TemporalWindow
 from ltx_neuron.sampling.extension import Extension, default_window
-from ltx_neuron.sampling.guidance import Guidance, StreamGuidance, default_guidance
+from ltx_neuron.sampling.guidance import MATTE, Guidance, StreamGuidance, default_guidance
 from ltx_neuron.sampling.latents import between_keyframes
 from ltx_neuron.sampling.shapes import SPACE_SCALE, TIME_SCALE, video_latent_shape
 from ltx_neuron.sampling.size import NO_PICTURE, AutoDuration, Size
@@ -38,7 +39,8 @@ from ltx_neuron.sampling.tiles import Appended, Tile, tiles
 
 # Fields that Media depends on.
 _OF_FILES = {"video_path", "extend", "orientation", "video_conditioning", "reference_video"}
-_OF_FILES |= {"reference_audio", "reference_audio_max_duration"}
+_OF_FILES |= {"reference_audio", "reference_audio_max_duration", "text_embeddings"}
+_OF_FILES |= {"high_quality", "input_colorspace"}
 _OF_FILES |= {"lora", "ic_lora", "detailing_lora"}
 # Inputs that a description has in place of their fields.
 _DESCRIBED = {
@@ -57,12 +59,15 @@ _OWN_GRAPHS = (
     *("image", "video_path", "video_conditioning", "conditioning_attention_mask"),
     *("reference_video", "reference_audio", "nag_scale", "num_generated_keyframes"),
     *("skip_stage_2", "images_as_guides", "stage_2_ic_lora", "tile", "dfr"),
+    *("text_embeddings", "high_quality", "no_keyframes", "alpha_gen"),
 )
 # Fields that a description leaves out at their defaults.
 _LATER_FIELDS = (
     *("num_generated_keyframes", "compat", "motion_speed", "stage_2_ic_lora", "tile"),
     *("tile_height", "tile_width", "dfr", "temporal_upsample_rounds", "temporal"),
     *("auto_duration", "spatial_scale", "ancestral", "decode_with_keyframes"),
+    *("text_embeddings", "high_quality", "no_keyframes", "alpha_gen", "input_colorspace"),
+    "exr_colorspace",
 )
 
 
@@ -81,6 +86,7 @@ class Media:
     # Ratio of stage 2's sides to stage 1's video as a reference, from the detailing LoRA's metadata
     detailing_scale: int | None = None
     latents: int = 0  # audio latents of the sound of reference_audio or reference_video
+    hdr: Size | None = None  # size of the input of HDR
 
 
 class JobInputs(JobFields):
@@ -126,6 +132,10 @@ class JobInputs(JobFields):
             if frames is None:
                 frames = default_window(self.extend, video.num_frames, video.frame_rate)
             return dataclasses.replace(video, num_frames=frames)
+        if source := self.media.hdr:  # reflected beyond its sides to whole latents
+            height, width = (-(-side // SPACE_SCALE) * SPACE_SCALE for side in source.sides)
+            frames = 2 * source.num_frames - 1 if self.high_quality else source.num_frames
+            return Size(height, width, frames, source.frame_rate)
         values = {name: getattr(self, name) for name in SIZES}
         size = Size(**{name: value for name, value in values.items() if value is not None})
         frames, rate = self.media.clip or (size.num_frames, size.frame_rate)
@@ -172,7 +182,9 @@ class JobInputs(JobFields):
 
     @property
     def output_size(self) -> Size:
-        """Of the file's video, before --upscale: without the tail, or extended."""
+        """Of the file's video, before --upscale: without the tail, extended, or the input's."""
+        if self.media.hdr:
+            return self.media.hdr
         frames = self.size.num_frames - (self.tail_frames or 0)
         longer = self.extension
         return dataclasses.replace(self.size, num_frames=longer.num_frames if longer else frames)
@@ -252,6 +264,30 @@ class JobInputs(JobFields):
         return self.media.detailing_scale
 
     @property
+    def silent(self) -> bool:
+        """Whether the video is generated alone, without a sound."""
+        return self.alpha_gen or self.text_embeddings is not None
+
+    @property
+    def hdr_seams(self) -> tuple[int, ...]:
+        """The frames of HDR's keyframes, each given and generated: the ends of DFR's segments."""
+        if self.text_embeddings is None or self.no_keyframes:
+            return ()
+        frames, times = self.output_size.num_frames, 1 + self.high_quality
+        return tuple(times * at for at in dfr.keyframes(frames) if at < frames)
+
+    @property
+    def given_keyframes(self) -> tuple[int, ...]:
+        """The frames of the given keyframes, tensors of that name, after the references."""
+        return self.temporal.given if self.temporal else self.hdr_seams
+
+    @property
+    def position_rate(self) -> float:
+        """Frames per second of the video's positions."""
+        rate = self.size.frame_rate / self.motion_speed
+        return min(rate, dfr.TRAINED_RATE) if self.media.hdr else rate
+
+    @property
     def upright(self) -> bool:
         """Whether to apply the display matrices of videos."""
         return self.orientation == "shown"
@@ -272,6 +308,7 @@ class JobInputs(JobFields):
         voiced = self.reference_audio is not None or self.reference_video is not None
         sound = self.audio_path is not None
         default = default_guidance(self.sampler, sound, self.sound_only, voiced)
+        default = MATTE if self.alpha_gen else default
         names, streams = [field.name for field in dataclasses.fields(StreamGuidance)], []
         for stream, fields in zip(default.streams, rules.GUIDANCE, strict=True):
             values = zip(names, map(self.__getattribute__, fields), strict=True)
@@ -320,6 +357,8 @@ class JobInputs(JobFields):
         """The frames of a stage's generated keyframes."""
         if self.dfr:
             return self.temporal.generated if self.temporal else dfr.keyframes(self.size.num_frames)
+        if self.media.hdr:
+            return self.hdr_seams
         without = upsampled and COMPAT[self.compat].plain_stage_2
         count = 0 if without else self.num_generated_keyframes or 0
         return between_keyframes(count, self.size.num_frames)
@@ -327,7 +366,8 @@ class JobInputs(JobFields):
     @property
     def reads_keyframes(self) -> bool:
         """Whether the host's diffusion decoder reads the generated keyframes."""
-        return self.decode_with_keyframes or (bool(self.dfr) and self.rendering.holds)
+        of_dfr = self.dfr and self.rendering.holds
+        return self.decode_with_keyframes or of_dfr or bool(self.hdr_seams)
 
     def decoded_keyframes(self, tensors: dict[str, torch.Tensor]) -> dict[int, torch.Tensor]:
         """The keyframes (1, 128, 1, h, w) that it reads, by their frames. tensors: of the run."""
@@ -361,16 +401,16 @@ class JobInputs(JobFields):
 
     def appended(self, upsampled: bool, rows: int, columns: int) -> list[Appended]:
         """The tokens appended to the clip's in a stage with these latent rows and columns, in their
-        order: given keyframes, references, generated keyframes, stage 1's video."""
+        order: images, references, given and generated keyframes, stage 1's video."""
         size, keyframe = self.stage_size(upsampled), Appended((1, rows, columns))
         guides = sum(self.images_as_guides or image.frame_index != 0 for image in self.placed)
-        guides += len(self.temporal.given) if self.temporal else 0
         references = self.appended_references(upsampled)
         half = video_latent_shape(*self.size.first.sides, size.num_frames)
         detailed = [Appended(half, self.detailing_scale or 1)] * self.details(upsampled)
         return [
             *[keyframe] * guides,
             *(Appended(video.latent_shape(size), video.space_scale) for video in references),
+            *[keyframe] * len(self.given_keyframes),
             *[keyframe] * len(self.generated_keyframes(upsampled)),
             *detailed,
         ]
@@ -401,8 +441,8 @@ class JobInputs(JobFields):
         conditions = self.images if dubbed else (*self.images, *self.appended_references(upsampled))
         strengths = [condition.strength for condition in conditions]
         strengths += [1.0] * self.details(upsampled)
+        strengths += [ANCHOR] * bool(self.given_keyframes)
         if window := self.temporal:
-            strengths += [dfr.ANCHOR] * bool(window.given)
             strengths += [1.0] * bool(window.holds and window.shared)
         return len({1.0, *map(held_mask, strengths)}) + dubbed
 
@@ -513,6 +553,8 @@ class JobInputs(JobFields):
         for name, path in self.input_paths:
             kind, values = INPUT_FILES[name]
             flag = flag_of(name)
+            if self.media.hdr and Path(path).is_dir():
+                continue  # of EXR files
             check_readable(path, flag, f"; pass {kind} as {flag} {values}")
         for image in self.images:
             image.check(self.output_size.num_frames)

@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ltx_neuron.sampling import dfr
 from ltx_neuron.sampling.compat import Compat
-from ltx_neuron.sampling.conditions import ImageCondition, held_mask
+from ltx_neuron.sampling.conditions import ANCHOR, ImageCondition, held_mask
 from ltx_neuron.sampling.extension import Window
 from ltx_neuron.sampling.inputs import JobInputs
 from ltx_neuron.sampling.latents import (
@@ -166,7 +165,7 @@ def initial_states(
     window: Window | None = None,  # of an extended video
 ) -> tuple[LatentState, LatentState]:
     """The initial state of a stage's video and audio."""
-    frame_rate, shape = inputs.size.frame_rate / inputs.motion_speed, start[0].shape[2:]
+    frame_rate, shape = inputs.position_rate, start[0].shape[2:]
     frames, rows, columns = shape
     # fp32 positions since ltx-core 1.1.3: bf16 ones shift sound by up to 28 ms.
     positions_dtype = dtype if compat.positions else torch.float32
@@ -190,11 +189,10 @@ def initial_states(
             groups = (images_end - shape.numel(), None), *masked, (generated, None)
             bias = attention_bias(shape.numel(), groups, video.latent.dtype)
             video = replace(video, bias=bias)
-    if temporal := inputs.temporal:
-        planes = tensors["given_keyframes"].split(1, dim=2)
-        for frame, plane in zip(temporal.given, planes, strict=True):
-            positions = keyframe_positions(rows, columns, frame, frame_rate)
-            video = video.append(patchify_video(plane), positions, held_mask(dfr.ANCHOR))
+    for number, frame in enumerate(inputs.given_keyframes):
+        plane = patchify_video(tensors["given_keyframes"][:, :, number : number + 1])
+        positions = keyframe_positions(rows, columns, frame, frame_rate)
+        video = video.append(plane, positions, held_mask(ANCHOR))
     # They begin as noise or, in stage 2, as stage 1's planes (1, C, K, h, w).
     for number, frame in enumerate(keyframes):
         tokens, first = torch.zeros_like(video.latent[:, : rows * columns]), None
@@ -206,7 +204,7 @@ def initial_states(
         half, scale = tensors["s2_reference_latent"], inputs.detailing_scale or 1
         positions = reference_positions(half.shape[2:], frame_rate, scale)
         video = video.append(patchify_video(half), positions, 0.0)
-    if temporal and temporal.holds:
+    if (temporal := inputs.temporal) and temporal.holds:
         video.denoise_mask[: temporal.shared * rows * columns] = 0
     if window:  # its latents are at the clip's times, all held except the new ones
         bounds = video_seconds(window.video + frames, frame_rate)

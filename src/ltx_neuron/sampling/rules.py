@@ -173,6 +173,18 @@ RULES = (
         " skip_stage_2 tail_frames",
     ),
     Rule("motion_speed", excludes="video_path reference_video sound_only"),
+    Rule("text_embeddings", excludes="prompt", graphs=False),
+    Rule(  # Its file determines the size.
+        "text_embeddings",
+        excludes="height width num_frames two_stage image lora audio_path video_path"
+        " reference_video reference_audio upscale tail_frames num_generated_keyframes"
+        " dfr tile conditioning_attention_mask nag_scale motion_speed auto_duration",
+    ),
+    Rule(
+        "alpha_gen",
+        excludes="two_stage audio_path video_path reference_video reference_audio sound_only"
+        " upscale num_generated_keyframes dfr sampler=gradient_estimation tail_frames",
+    ),
     Rule(
         "sound_only",
         excludes="audio_path video_path reference_video image two_stage upscale ic_lora"
@@ -210,6 +222,9 @@ RULES = (
     Rule("stage_2_ic_lora", needs="video_conditioning two_stage recipe=distilled"),
     Rule("tile", needs="video_conditioning recipe=distilled"),
     Rule("dfr", needs="two_stage"),
+    Rule("text_embeddings", needs="video_conditioning recipe=distilled"),
+    Rule("high_quality no_keyframes input_colorspace exr_colorspace", needs="text_embeddings"),
+    Rule("alpha_gen", needs="video_conditioning recipe=dev"),
     Rule("dfr", needs="detailing_lora", when="recipe=distilled"),
     Rule("reference_video", needs="two_stage recipe=distilled"),
     Rule("sound_only", needs="recipe=dev"),

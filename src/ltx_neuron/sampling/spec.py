@@ -308,6 +308,17 @@ class ConditionFields(Fields):
     tile_width: conditions.TileSide | None = _option(
         f"of --tile, a multiple of 32 (default: {conditions.TILE[1]})", "PIXELS"
     )
+    text_embeddings: str | None = _option(
+        "HDR of --video-conditioning by --ic-lora, with these embeddings as prompt", "FILE"
+    )
+    input_colorspace: Literal["srgb_gamma", "srgb", "acescg", "acescct"] = _option(
+        "of HDR: colour space of the input (default: srgb_gamma)", default="srgb_gamma"
+    )
+    high_quality: StrictBool = _switch("of HDR: generate each frame twice, and keep one of them")
+    no_keyframes: StrictBool = _switch("of HDR: no keyframes between its segments")
+    alpha_gen: StrictBool = _switch(
+        "dev recipe: matte of --video-conditioning by --ic-lora; with a .mov, as its alpha"
+    )
     images_as_guides: StrictBool = _switch(
         "keyframe interpolation: append every --image as a guide, also at frame 0 (dev recipe, two"
         " stages)"
@@ -360,6 +371,9 @@ class DetailFields(Fields):
     )
     decode_with_keyframes: StrictBool = _switch(
         "of --num-generated-keyframes: the diffusion decoder reads the keyframes, on the host"
+    )
+    exr_colorspace: Literal["acescg", "srgb_linear", "acescct"] = _option(
+        "of HDR: colour space of the written EXR files (default: acescg)", default="acescg"
     )
     reference_strength: float | None = _option(
         "strength of --reference-video, 1: its pictures, 0: noise (default: 1)",
@@ -528,6 +542,7 @@ INPUT_FILES = {
     "upscale_video": ("a video", "FILE"),
     "reference_video": ("a video with sound", "FILE"),
     "reference_audio": ("a sound", "FILE"),
+    "text_embeddings": ("text embeddings", "FILE"),
 }
 
 

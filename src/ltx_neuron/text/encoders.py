@@ -14,8 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ltx_neuron.config.common import TEXT_TOKENS
 from ltx_neuron.config.gemma import GemmaConfig
 from ltx_neuron.config.transformer import TransformerConfig
+from ltx_neuron.errors import UserError
 from ltx_neuron.models.programs import program_name
 from ltx_neuron.text.inputs import (
     attention_mask,
@@ -29,6 +31,9 @@ from ltx_neuron.text.inputs import (
     scale_embeddings,
 )
 from ltx_neuron.weights.rankfiles import open_host_file
+from ltx_neuron.weights.tensorfile import TensorFile, finite
+
+_EMBEDDINGS = "video_context", "video_prompt_embeds"  # of a file; the second is the trainer's name
 
 
 class Contexts(NamedTuple):
@@ -38,6 +43,20 @@ class Contexts(NamedTuple):
     audio: Tensor  # (1, 1024, Da)
     attention_mask: Tensor  # (1, 1024) int64, 1 for the prompt's tokens, which come last
     hidden_states: Tensor | None  # (1, 1024, H, L + 1), zero where padded
+
+
+def read_contexts(path: str, config: TransformerConfig, dtype: torch.dtype) -> Contexts:
+    """The contexts in a file of text embeddings, without a sound's. Raises UserError."""
+    file = TensorFile(Path(path), advice := "pass another with --text-embeddings FILE")
+    shape = 1, TEXT_TOKENS, config.video.inner
+    name = next((name for name in _EMBEDDINGS if file.shapes.get(name) == shape), None)
+    if name is None or not finite(video := file.read(name)):
+        raise UserError(
+            f"--text-embeddings {path} has {file.shapes}; wanted a finite {_EMBEDDINGS[0]} of shape"
+            f" {shape}; {advice}"
+        )
+    audio = torch.zeros(1, TEXT_TOKENS, config.audio.inner, dtype=dtype)
+    return Contexts(video.to(dtype), audio, attention_mask(TEXT_TOKENS), None)
 
 
 class RankTextEncoder:

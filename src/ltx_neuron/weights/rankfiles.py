@@ -4,6 +4,7 @@ A weight set is a folder of rank0..rank{tp-1}.safetensors, host.safetensors and 
 sharder.py writes. If all ranks have the same weights, they share one ranks.safetensors.
 """
 
+import re
 import shlex
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from ltx_neuron.errors import NoPermission, UserError
 from ltx_neuron.files import MANIFEST, changed, check_readable, read_json
 from ltx_neuron.format import few
-from ltx_neuron.weights.sharding import SOUND_ALONE
+from ltx_neuron.weights.sharding import ALONE
 from ltx_neuron.weights.tensorfile import DTYPE_NAMES, TensorFile, missing_and_unexpected
 
 HOST_FILE = "host.safetensors"
@@ -117,13 +118,14 @@ def open_rank_file(
     path: Path, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype
 ) -> TensorFile:
     """An opened rank file. UserError with every difference of its tensors from `shapes` (name ->
-    shape; of sound alone, a part) and `dtype`, or if the file does not match its manifest."""
+    shape; of one stream alone, a part) and `dtype`, or if the file does not match its manifest."""
     file = TensorFile(path, RESHARD)
-    part = all(map(SOUND_ALONE.fullmatch, shapes))
+    parts = *ALONE, re.compile(".*")
+    part = next(names for names in parts if all(map(names.fullmatch, shapes)))
     stored = {
         name: f"{shape} {file.dtypes[name]}"
         for name, shape in file.shapes.items()
-        if name in shapes or not part or SOUND_ALONE.fullmatch(name)
+        if name in shapes or part.fullmatch(name)
     }
     expected = {name: f"{tuple(shape)} {DTYPE_NAMES[dtype]}" for name, shape in shapes.items()}
     if problems := missing_and_unexpected(expected, stored):

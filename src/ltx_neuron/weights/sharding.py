@@ -51,8 +51,8 @@ DIT = {
     # Computed on the host, once per schedule.
     r"(?:audio_)?(?:prompt_)?adaln_single\..+|av_ca_\w+_adaln_single\..+": HOST,
 }
-# The weights on the ranks that the DiT's graphs of sound alone use.
-SOUND_ALONE = re.compile(rf"(?:{BLOCK})?audio_(?!to_video).+")
+# The weights on the ranks that the DiT's graphs of sound alone, and of a video alone, use.
+ALONE = re.compile(rf"(?:{BLOCK})?audio_(?!to_video).+"), re.compile("(?!.*(?:audio|a2v_ca)).+")
 GEMMA3 = {
     r"embed_tokens\.weight": HOST,  # rows are looked up on the host
     r"layers\.\d+\.self_attn\.q_proj\.weight": COL,

@@ -47,7 +47,9 @@ VALUES = {
     **{"image": [[FILE]], "audio_bed": -50.0, "regenerate": "video", "nag_scale": 11.0},
     **{"nag_alpha": 0.5, "nag_tau": 5.0, "num_frames": 9, "frame_rate": 25.0, "upscale": "both"},
     **{"auto_duration": (1, 2), "negative_prompt": "grey", "motion_speed": 0.5, "tail_frames": 8},
-    **{"identity_guidance_scale": 2.0, "reference_strength": 0.5},
+    **{"identity_guidance_scale": 2.0, "reference_strength": 0.5, "keyframe_strength": 0.5},
+    **dict.fromkeys(("high_quality", "no_keyframes", "alpha_gen"), True),
+    **{"text_embeddings": FILE, "input_colorspace": "acescg", "exr_colorspace": "acescct", "prompt": "a fox"},
 }
 
 

@@ -41,7 +41,7 @@ from ltx_neuron.service.api_error import ApiError
 from ltx_neuron.service.fields import read_request
 from ltx_neuron.service.sizes import _records
 from ltx_neuron.text.encoders import Contexts
-from ltx_neuron.weights.sharding import SOUND_ALONE
+from ltx_neuron.weights import sharding
 
 STEPS, STEP = 3, 1
 ALONE = Bucket(0, AUDIO_TOKENS, 1, STEPS, guided=True)
@@ -94,7 +94,7 @@ def test_one_stream_alone_is_that_of_a_video_whose_streams_do_not_attend_to_each
 
 def test_its_graphs_use_the_weights_of_the_audio_and_no_field_of_the_video(model):
     alone, joint = program_of(model, ALONE), program_of(model, JOINT)
-    names = {name for name in joint.weights() if SOUND_ALONE.fullmatch(name)}
+    names = {name for name in joint.weights() if sharding.ALONE[0].fullmatch(name)}
     assert names == alone.weights().keys() and names and not any("video" in name for name in names)
     inputs = {field for graph in alone.graphs.values() for field in graph.inputs}
     assert inputs <= alone.fields.keys()

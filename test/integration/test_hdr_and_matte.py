@@ -1,0 +1,245 @@
+"""HDR and mattes on tiny models of LTX-2.5, beside a loop over all tokens that is written down from
+the rules of ltx-pipelines 1.4 (hdr_ic_lora.py, alpha_gen.py), in float32."""
+
+import json
+
+import pytest
+
+pytest.importorskip("PyOpenColorIO", reason="the extra is not installed: pip install -e .[hdr]")
+
+import av
+import numpy as np
+import OpenEXR
+import torch
+from conftest import QUICK
+from helpers import picture_frames, randn, rel, run_program, write_film
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from ltx_neuron.artifacts.workspace import Workspace
+from ltx_neuron.commands import dispatch
+from ltx_neuron.config.profiles import resolve
+from ltx_neuron.config.transformer import Bucket
+from ltx_neuron.host.models import HostModels
+from ltx_neuron.models.modulation import modulation_table
+from ltx_neuron.models.parallel import SingleRank
+from ltx_neuron.models.programs import dit_program
+from ltx_neuron.models.rope import rope_tables
+from ltx_neuron.sampling.latents import audio_positions
+from ltx_neuron.sampling.schedules import DISTILLED_SIGMAS, ltx2_schedule
+
+FP32 = 1e-5  # sums in another order, over 8 steps
+# Of half floats; and fp32's rounding of codes near black, relative to LEAST (measured 6e-5).
+HALF, LEAST, NEAR_BLACK = 2**-11, 2**-14, 1e-4
+RANK, LAYERS = 4, ("transformer_blocks.0.attn1.to_q", "transformer_blocks.1.attn2.to_out.0")
+PREFIX = "model.diffusion_model."
+TO_AP1 = [
+    [0.6130974024, 0.3395231462, 0.0473794514],
+    [0.0701937225, 0.9163538791, 0.0134523985],
+    [0.0206155929, 0.1095697729, 0.8698146342],
+]
+
+
+# --- the rules, in numpy and in a loop ------------------------------------------------------------
+
+
+def encoded(light: np.ndarray) -> np.ndarray:
+    """ACEScct of light in AP1."""
+    log = (np.log2(np.maximum(light, 1e-12)) + 9.72) / 17.52
+    return np.where(light > 0.0078125, log, 10.5402377416545 * light + 0.0729055341958355).clip(0, 1)
+
+
+def decoded(codes: np.ndarray) -> np.ndarray:
+    linear = (codes - 0.0729055341958355) / 10.5402377416545
+    return np.where(codes > 0.155251141552511, 2.0 ** (17.52 * codes - 9.72), linear).clip(0)
+
+
+def linear(display: np.ndarray) -> np.ndarray:
+    """Light in AP1 of sRGB in [0, 1]."""
+    light = np.where(display <= 0.04045, display / 12.92, ((display + 0.055) / 1.055) ** 2.4)
+    return light @ np.array(TO_AP1).T
+
+
+def tokens(latent: torch.Tensor) -> torch.Tensor:
+    return latent[0].flatten(1).T[None]
+
+
+class Loop:
+    """The clip's tokens, then appended ones, and their steps. fps: of the positions."""
+
+    def __init__(self, workspace: Workspace, lora, shape: tuple[int, int, int], fps: float):
+        stored, merged = load_file(workspace.checkpoint_path), load_file(lora)
+        self.weights = {name.removeprefix(PREFIX): x.float() for name, x in stored.items()}
+        for layer in LAYERS:
+            down, up = (merged[f"diffusion_model.{layer}.lora_{part}.weight"] for part in "AB")
+            # In bfloat16, as upstream merges.
+            self.weights[f"{layer}.weight"] = (stored[f"{PREFIX}{layer}.weight"] + up @ down).float()
+        self.config, self.shape, self.fps = workspace.transformer, shape, fps
+        self.parts: list[tuple] = []  # tokens, masks, marks, positions of each
+        frames = shape[0]
+        self.times = [(0, 1), *((8 * k - 7, 8 * k + 1) for k in range(1, frames))]
+        plane = torch.arange(frames).repeat_interleave(shape[1] * shape[2]) == 0
+        self.append(torch.zeros(1, 128, *shape), self.times, 1.0, plane.float()[:, None])
+
+    def append(self, latent, times, mask: float, marked=0.0) -> None:
+        """Tokens with these times in frames, held but for `mask`."""
+        count = tokens(latent).shape[1]
+        rows, columns = latent.shape[-2:]
+        grid = [(16 + 32 * y, 16 + 32 * x) for y in range(rows) for x in range(columns)]
+        seconds = (torch.tensor(times, dtype=torch.float32) / self.fps).sum(1) / 2
+        places = torch.tensor([[second, *at] for second in seconds for at in grid])
+        filled = (torch.full((count, 1), value) if isinstance(value, float) else value for value in (mask, marked))
+        self.parts.append((tokens(latent)[0], *filled, places))
+
+    def run(self, sigmas, seed: int, context) -> torch.Tensor:
+        """The tokens (1, T, 128) at the end."""
+        clean, mask, marked, places = (torch.cat(x) for x in zip(*self.parts, strict=True))
+        clean, places = clean[None], places.T[None]
+        masks = torch.tensor([1.0, *sorted({*mask.flatten().tolist()} - {1.0})])
+        bucket = Bucket(clean.shape[1], 0, len(masks), 1)
+        program = dit_program(self.config, bucket, 1, SingleRank(), torch.float32, 0)
+        noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(seed))
+        x = mask * noise + (1 - mask) * clean
+        for sigma, after in zip(sigmas, sigmas[1:], strict=False):
+            values = {
+                "step": torch.zeros(1, dtype=torch.int32),
+                "step_numbers": torch.zeros(1, dtype=torch.int32),
+                "sigmas": torch.tensor([[[sigma, 0.0], [sigma, sigma]]]),
+                "video_modulation": modulation_table(
+                    self.weights, self.config, "video", torch.tensor([sigma]), masks, False, torch.tensor([sigma])
+                ),
+                "video_context": context,
+                "timestep_mask": (mask == masks).float(),
+                "denoise_mask": mask,
+                "clean_latent": clean,
+                "keyframes_mask": marked,
+                "video_latent": x,
+                **rope_tables(self.config, places, audio_positions(0)),
+            }
+            x0 = run_program(program, self.weights, values)["video_latent"]  # held tokens are restored
+            x = x0 + (x - x0) * (after / sigma)
+        return x
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def home(split, tmp_path_factory):
+    """A folder with an adapter, text embeddings, and a film of 25 frames of 92 x 60 at 50 a second."""
+    folder = tmp_path_factory.mktemp("hdr")
+    shapes = {name: x.shape for name, x in load_file(split.distilled).items()}
+    factors = {}
+    for number, layer in enumerate(LAYERS):
+        rows, columns = shapes[f"{PREFIX}{layer}.weight"]
+        parts = {"A": randn(RANK, columns, seed=number), "B": 0.1 * randn(rows, RANK, seed=number + 2)}
+        factors |= {f"diffusion_model.{layer}.lora_{part}.weight": x.bfloat16() for part, x in parts.items()}
+    save_file(factors, folder / "hdr.safetensors")
+    width = shapes[f"{PREFIX}{LAYERS[0]}.weight"][0]
+    save_file({"video_context": randn(1, 1024, width, seed=5)}, folder / "texts.safetensors")
+    write_film(folder / "in.mkv", picture_frames(25, 60, 92, 3), 50, lossless=True)
+    return folder
+
+
+def run(home, split, artifacts, recipe: str, *words: object) -> dict[str, torch.Tensor]:
+    """The tensors of a job with the adapter."""
+    common = ["--checkpoint-path", split.folder, "--artifacts-dir", artifacts, "--profile", "cpu", "--recipe", recipe]
+    common += ["--tp-degree", 1, "--dtype", "float32", "--ic-lora", home / "hdr.safetensors"]
+    common = [*map(str, [*common, *(w for setting in QUICK for w in ("--profile-set", setting)), *words])]
+    dispatch(["prepare", *common])
+    dispatch(["generate", *common, "--save-tensors", str(home / "tensors.safetensors")])
+    return load_file(home / "tensors.safetensors")
+
+
+def host_of(split, artifacts, checkpoint) -> tuple[Workspace, HostModels]:
+    workspace = Workspace(checkpoint, resolve("cpu", ()), artifacts, 1, "float32")
+    return workspace, HostModels(checkpoint, workspace.config, torch.float32, files=workspace.files)
+
+
+def planes(latent: torch.Tensor, rows: int = 2, columns: int = 3) -> torch.Tensor:
+    return latent.unflatten(1, (-1, rows, columns)).permute(0, 4, 1, 2, 3)
+
+
+@torch.no_grad()
+def test_hdr_equals_the_loop_and_ships_its_light_as_exr_and_hlg(home, split, artifacts, capsys):
+    words = ["--text-embeddings", home / "texts.safetensors", "--output-path", home / "out.mp4"]
+    got = run(home, split, artifacts, "distilled", *words, "--video-conditioning", home / "in.mkv", 1.0)
+    workspace, host = host_of(split, artifacts, split.distilled)
+    with av.open(str(home / "in.mkv")) as film:
+        shown = np.stack([frame.to_ndarray(format="rgb24") for frame in film.decode(video=0)])
+    codes = encoded(linear(shown / 255.0))
+    codes = np.pad(codes, ((0, 0), (0, 4), (0, 4), (0, 0)), mode="reflect")
+    pixels = torch.from_numpy(2 * codes - 1).float().permute(3, 0, 1, 2)[None]
+    reference, guide = (host.encode_video(part, whole=True) for part in (pixels, pixels[:, :, 24:]))
+    assert rel(got["reference_latent"], reference) < FP32 and rel(got["given_keyframes"], guide) < FP32
+
+    loop = Loop(workspace, home / "hdr.safetensors", (4, 2, 3), fps=30.0)  # not the film's 50
+    loop.append(reference, loop.times, 0.0)
+    loop.append(guide, [(24, 25)], float(torch.tensor(1 - 0.95)))
+    loop.append(torch.zeros_like(guide), [(24, 25)], 1.0, marked=1.0)
+    end = loop.run(DISTILLED_SIGMAS, 10, load_file(home / "texts.safetensors")["video_context"])
+    assert len(DISTILLED_SIGMAS) == 9
+    assert rel(got["s1_video"], planes(end[:, :24])) < FP32
+    assert rel(got["s1_generated_keyframes"], planes(end[:, -6:])) < FP32
+    assert "s1_audio" not in got
+
+    frames = got["frames"]  # without the reflected rows and columns; the same decoder as of 8 bits
+    eight = torch.cat([*host.decode_video(got["s1_video"])])[:, :60, :92]
+    assert frames.dtype == torch.float32 and torch.equal((frames * 255).byte(), eight)
+    files, light = sorted((home / "out_acescg_exr").iterdir()), decoded(frames.numpy().astype(np.float64))
+    assert [file.name for file in files] == [f"frame_{n:05d}.exr" for n in range(25)]
+    for file, wanted in zip(files, light, strict=True):
+        pixels = OpenEXR.File(str(file)).channels()["RGB"].pixels.astype(np.float64)
+        assert (np.abs(pixels - wanted) / np.maximum(wanted, LEAST)).max() < HALF + NEAR_BLACK
+    with av.open(str(home / "out.mp4")) as master:
+        (stream,) = master.streams
+        assert (stream.width, stream.height, stream.average_rate, stream.frames) == (92, 60, 50, 25)
+        assert (stream.codec_context.name, stream.codec_context.color_trc) == ("hevc", 18)
+    described = json.loads((home / "out.json").read_text())
+    assert described["text_embeddings"] and "IC-LoRA" not in capsys.readouterr().err
+
+
+@torch.no_grad()
+def test_a_folder_of_exr_files_is_generated_at_twice_its_frames_in_high_quality(home, split, artifacts):
+    """The plate is half again as bright as white; files of an earlier, longer run are removed."""
+    folder = home / "plate"
+    folder.mkdir()
+    plate = np.random.default_rng(0).random((9, 64, 64, 3)) * 1.5
+    for number, picture in enumerate(plate):
+        OpenEXR.File({}, {"RGB": picture.astype(np.float32)}).write(str(folder / f"plate.{number:04d}.exr"))
+    words = ["--text-embeddings", home / "texts.safetensors", "--output-path", home / "hq.mp4"]
+    words += ["--input-colorspace", "acescg", "--frame-rate", 24, "--exr-colorspace", "acescct", "--high-quality"]
+    got = run(home, split, artifacts, "distilled", *words, "--video-conditioning", folder, 1.0)
+    workspace, host = host_of(split, artifacts, split.distilled)
+    pixels = torch.from_numpy(2 * encoded(plate) - 1).float().permute(3, 0, 1, 2)[None]
+    reference = host.encode_video(pixels.repeat_interleave(2, dim=2)[:, :, :17], whole=True)
+    loop = Loop(workspace, home / "hdr.safetensors", (3, 2, 2), fps=24.0)
+    loop.append(reference, loop.times, 0.0)
+    end = loop.run(DISTILLED_SIGMAS, 10, load_file(home / "texts.safetensors")["video_context"])
+    assert rel(got["s1_video"], planes(end[:, :12], 2, 2)) < FP32
+    eight = torch.cat([*host.decode_video(got["s1_video"])])[::2]
+    assert torch.equal((got["frames"] * 255).byte(), eight) and len(eight) == 9
+    (first, *_) = files = sorted((home / "hq_acescct_exr").iterdir())
+    pixels = OpenEXR.File(str(first)).channels()["RGB"].pixels
+    assert len(files) == 9 and np.array_equal(pixels, got["frames"][0].numpy().astype(np.float16))
+
+
+@torch.no_grad()
+def test_a_matte_equals_the_loop_and_is_the_alpha_of_its_video(home, split, artifacts):
+    """At cfg 1 the guided prediction is the model's own, whatever the rescale."""
+    words = ["--alpha-gen", "--video-conditioning", home / "in.mkv", 1.0, "--height", 64, "--width", 96]
+    words += ["--num-frames", 9, "--num-inference-steps", 3, "--output-path", home / "matte.mov"]
+    got = run(home, split, artifacts, "dev", *words, "--save-frames", home / "png")
+    workspace, host = host_of(split, artifacts, split.dev)
+    loop = Loop(workspace, home / "hdr.safetensors", (2, 2, 3), fps=24.0)
+    loop.append(got["reference_latent"], loop.times, 0.0)
+    end = loop.run(ltx2_schedule(3), 10, got["video_context"])
+    assert rel(got["s1_video"], planes(end[:, :12])) < FP32
+    matte = torch.cat([*host.decode_video(got["s1_video"])]).float().mean(-1).round().byte().numpy()
+    pictures = np.stack([np.asarray(Image.open(home / "png" / f"frame_{n:05d}.png")) for n in range(9)])
+    assert pictures.shape == (9, 64, 96, 4) and np.array_equal(pictures[..., 3], matte)
+    with av.open(str(home / "matte.mov")) as container:
+        (stream,) = container.streams
+        shown = np.stack([f.reformat(format="rgba").to_ndarray() for f in container.decode(stream)])
+    assert stream.codec_tag == "ap4h" and np.abs(shown[..., 3].astype(int) - matte).max() <= 3
+    assert np.abs(shown[..., :3].astype(int) - pictures[..., :3]).mean() < 2
