@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ltx_neuron.job import Job, Stage
-from ltx_neuron.sampling import latents
+from ltx_neuron.sampling import chunks, latents
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.dfr import CLIPS
@@ -39,6 +39,8 @@ def starting_states(
     images   each with its latent (1, 128, 1, h, w) at this stage's size
     """
     stage_job, tensors = job.of(stage), dict(tensors)
+    if stage_job.chunk:
+        tensors |= chunks.sounds_of(stage_job.chunk, stage_job.size.frame_rate, tensors)
     if stage.temporal:
         tensors |= job.rendering.start(stage.temporal, tensors)
         video, audio = tensors["video"], tensors["audio"]
@@ -51,5 +53,9 @@ def starting_states(
         shape = stage.height, stage.width, stage_job.size.num_frames, stage_job.size.frame_rate
         video, audio = latents.zeros(*shape, dtype)
         video, audio = tensors.get("video_latent", video), tensors.get("audio_latent", audio)
+    if stage_job.chunk and stage_job.chunk.taken:
+        video = chunks.with_carry(video, tensors[f"{chunks.CARRIED}{stage.key}_video"])
+        if not stage_job.freezes_sound(stage.upsampled):
+            audio = chunks.with_carry(audio, tensors[f"{chunks.CARRIED}{stage.key}_audio"])
     inputs = tensors, (video, audio), images, COMPAT[job.compat], dtype
     return initial_states(stage_job, stage.upsampled, *inputs, stage.window)

@@ -32,6 +32,8 @@ class DecodedClip:
     waveform: Callable[[], Tensor]  # waits for the sound and returns it: float32 (2, samples)
     sample_rate: int
     sound_is_ready: Callable[[], bool] = lambda: True  # whether `waveform` returns at once
+    # Of a chunked clip, in place of `waveform`: see write_video
+    next_samples: Callable[[int, int], Tensor] | None = None
 
     def write(self, path: Path, recorder: Recorder | None = None) -> None:
         """Write the MP4 chunk by chunk, or the WAV of sound alone; as a phase of the recorder."""
@@ -40,7 +42,8 @@ class DecodedClip:
             if alone:
                 write_wav(path, self.waveform(), self.sample_rate)
             else:
-                write_video(path, self.chunks, rate, self.waveform, self.sample_rate, ready)
+                sound = self.waveform, self.sample_rate, ready, self.next_samples
+                write_video(path, self.chunks, rate, *sound)
 
 
 @dataclass
@@ -129,8 +132,8 @@ class Decoder:
         self, job: Job, video: Tensor | None, tensors: dict[str, Tensor], rate: int
     ) -> Iterator[DecodedClip]:
         """A job's clip. If cores are free, pictures are decoded ahead, and sound in parallel."""
-        chunks = self._pictures(video, job.seed, job.decoded_keyframes(tensors))
-        sound = cache(partial(self._sound, job, tensors))
+        chunks = self.pictures(video, job.seed, job.decoded_keyframes(tensors))
+        sound = cache(partial(self.sound, job, tensors))
         if job.extension:
             chunks = with_source(job, chunks)
         elif job.tail_frames or job.dfr:
@@ -149,21 +152,23 @@ class Decoder:
                     return wait_for(future) if future else sound()
 
             ready = future.done if future else lambda: False
-            yield DecodedClip(job, self._awaited(chunks), waveform, rate, ready)
+            yield DecodedClip(job, self.awaited(chunks), waveform, rate, ready)
 
-    def _pictures(
-        self, video: Tensor | None, seed: int, keyframes: dict[int, Tensor]
+    def pictures(
+        self, video: Tensor | None, seed: int, keyframes: dict[int, Tensor], exact: bool = False
     ) -> Generator[Tensor, None, None]:
+        """The frames of a video's latents, as of HostModels.decode_video."""
         if video is None:
             return
-        chunks = self.decode_video(video, seed=seed, keyframes=keyframes)
+        exactly = {"exact": True} if exact else {}
+        chunks = self.decode_video(video, seed=seed, keyframes=keyframes, **exactly)
         with self.recorder.phase("decode_video"):
             for chunk in chunks:
                 with self.recorder.paused():
                     yield chunk
                 del chunk  # freed while the next one is decoded
 
-    def _awaited(self, chunks: Iterator[Tensor]) -> Iterator[Tensor]:
+    def awaited(self, chunks: Iterator[Tensor]) -> Iterator[Tensor]:
         """The chunks. Waiting for one does not count towards the caller's phase."""
         while True:
             with self.recorder.paused():
@@ -173,7 +178,8 @@ class Decoder:
             yield chunk
             del chunk
 
-    def _sound(self, job: Job, tensors: dict[str, Tensor]) -> Tensor:
+    def sound(self, job: Job, tensors: dict[str, Tensor]) -> Tensor:
+        """The waveform (2, samples) of a job's latents, or its input sound."""
         if job.sound:
             return tensors["waveform"]
         with self.recorder.phase("decode_audio"):

@@ -20,7 +20,7 @@ from ltx_neuron import machine
 from ltx_neuron.artifacts import code_digest
 from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.engine.preflight import RunOptions
-from ltx_neuron.engine.resume import is_state, state_path
+from ltx_neuron.engine.resume import is_state, remove_state, state_files, state_path
 from ltx_neuron.engine.run import Engine
 from ltx_neuron.errors import UserError, require
 from ltx_neuron.files import (
@@ -134,6 +134,9 @@ def check_replaceable(video: Path, flag: str) -> None:
     for kind, path in sibling_files(video).items():
         if os.path.lexists(path) and not (path.is_file() and _IS_OURS[kind](path)):
             raise not_ours(path, flag)
+    for path in state_files(state_path(video))[1:]:
+        if not is_state(path):
+            raise not_ours(path, flag)
 
 
 def is_sidecar(path: Path) -> bool:
@@ -179,8 +182,9 @@ def logging_failure(log: Path, state: Path | None = None) -> Iterator[None]:
                 _write_log(log, error)
                 print(f"log: {log}", file=sys.stderr)
         raise
-    for path in filter(None, (log, state)):
-        path.unlink(missing_ok=True)
+    log.unlink(missing_ok=True)
+    if state:
+        remove_state(state)
 
 
 def _write_log(path: Path, error: Exception) -> None:

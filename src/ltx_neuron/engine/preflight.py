@@ -334,7 +334,7 @@ def notes(job: Job, workspace: Workspace) -> list[str]:
         lines.append("no LoRA has layers of the sound, so the voice may not be taken over")
     for loras in dict.fromkeys(stage.loras for stage in job.stages):
         lines += workspace.source("dit", loras).notes if loras else []
-    for number, text in enumerate(job.prompts):
+    for number, text in enumerate(job.texts):
         if len(text.encode()) < TEXT_TOKENS:  # a token has a byte or more, and there is a BOS
             continue
         count, lost = cut_off(workspace.tokenizer, text)

@@ -14,10 +14,13 @@ import torch
 
 from ltx_neuron.errors import FieldError, flag_of
 from ltx_neuron.files import check_readable
-from ltx_neuron.sampling import dfr, rules
+from ltx_neuron.sampling import chunks, dfr, rules
+from ltx_neuron.sampling.chunks import Chunk
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditions import (
+    CARRY_FRAMES,
     TILE,
+    WINDOW_FRAMES,
     AttentionMask,
     EncodedClip,
     ImageCondition,
@@ -56,13 +59,14 @@ _DESCRIBED = {
 _OWN_GRAPHS = (
     *("image", "video_path", "video_conditioning", "conditioning_attention_mask"),
     *("reference_video", "reference_audio", "nag_scale", "num_generated_keyframes"),
-    *("skip_stage_2", "images_as_guides", "stage_2_ic_lora", "tile", "dfr"),
+    *("skip_stage_2", "images_as_guides", "stage_2_ic_lora", "tile", "dfr", "chunked"),
 )
 # Fields that a description leaves out at their defaults.
 _LATER_FIELDS = (
     *("num_generated_keyframes", "compat", "motion_speed", "stage_2_ic_lora", "tile"),
     *("tile_height", "tile_width", "dfr", "temporal_upsample_rounds", "temporal"),
-    *("auto_duration", "spatial_scale", "ancestral", "decode_with_keyframes"),
+    *("auto_duration", "spatial_scale", "ancestral", "decode_with_keyframes", "prompts"),
+    *("chunked", "chunk_pixel_frames", "chunk_carry_frames", "chunk_blend_frames", "chunk"),
 )
 
 
@@ -93,6 +97,7 @@ class JobInputs(JobFields):
     # The stages use the ancestral Euler sampler; the checkpoint's release determines this
     ancestral: bool = False
     temporal: TemporalWindow | None = None  # of a job that is one window of dfr: the window
+    chunk: Chunk | None = None  # of a job that is one window of a chunked one: the window
 
     @cached_property
     def media(self) -> Media:
@@ -177,6 +182,52 @@ class JobInputs(JobFields):
         longer = self.extension
         return dataclasses.replace(self.size, num_frames=longer.num_frames if longer else frames)
 
+    # --- windows ----------------------------------------------------------------------------------
+
+    @property
+    def window_frames(self) -> tuple[int, int, int]:
+        """Of chunked: the frames of a window, of its carry and of a blend."""
+        window = self.chunk_pixel_frames or WINDOW_FRAMES
+        carry = self.chunk_carry_frames or CARRY_FRAMES
+        blend = self.chunk_blend_frames
+        return window, carry, carry if blend is None else blend
+
+    @cached_property
+    def windows(self) -> tuple[Self, ...]:
+        """The jobs of a chunked clip's windows; none if it fits one."""
+        if not self.chunked or self.chunk:
+            return ()
+        layout = chunks.layout(
+            self.size.num_frames, *self.window_frames, self.num_generated_keyframes or 0
+        )
+        return tuple(map(self._window, layout))
+
+    def _window(self, chunk: Chunk) -> Self:
+        job = self.resized(dataclasses.replace(self.size, num_frames=chunk.frames))
+        images = (
+            dataclasses.replace(image, frame_index=image.frame_index - chunk.start)
+            for image in self.placed
+            if chunk.owns(image.frame_index)
+        )
+        media = job.media
+        if self.dubbing:  # its sound is cut too
+            first, count = chunk.sound(self.size.frame_rate)
+            left = max(0, min(count, self.media.latents - first))
+            media = dataclasses.replace(media, latents=left)
+        prompts = self.texts_of_windows
+        fields = {"image": tuple(images), "prompt": prompts[chunk.share(len(prompts))]}
+        return job.replaced(chunk=chunk, **fields).with_media(media)
+
+    @property
+    def texts_of_windows(self) -> tuple[str, ...]:
+        """The prompts that are dealt out to the windows: usually one, for all of them."""
+        return self.prompts or (self.prompt,)
+
+    @property
+    def clips(self) -> tuple[Self, ...]:
+        """The jobs whose latents are decoded: its windows, or the job itself."""
+        return self.windows or (self,)
+
     # --- inputs -----------------------------------------------------------------------------------
 
     @property
@@ -212,8 +263,9 @@ class JobInputs(JobFields):
     @cached_property
     def references(self) -> tuple[ReferenceVideo, ...]:
         files = zip(self.video_conditioning, self.media.references, strict=True)
+        place = (self.chunk.start, self.chunk.taken) if self.chunk else (0, 0)
         return tuple(
-            ReferenceVideo(path, strength, frames, *self.media.scales, still)
+            ReferenceVideo(path, strength, frames, *self.media.scales, still, *place)
             for (path, strength), (frames, still) in files
         )
 
@@ -229,7 +281,9 @@ class JobInputs(JobFields):
             return None
         strength = 1.0 if self.reference_strength is None else self.reference_strength
         frames, (scale, _) = self.size.num_frames, self.media.scales
-        return ReferenceVideo(self.reference_video, strength, frames, scale)
+        start, carry = (self.chunk.start, self.chunk.taken) if self.chunk else (0, 0)
+        video = ReferenceVideo(self.reference_video, strength, start + frames, scale)
+        return dataclasses.replace(video, start=start, carry=carry)
 
     @cached_property
     def reference_sound(self) -> ReferenceAudio | None:
@@ -320,6 +374,8 @@ class JobInputs(JobFields):
         """The frames of a stage's generated keyframes."""
         if self.dfr:
             return self.temporal.generated if self.temporal else dfr.keyframes(self.size.num_frames)
+        if self.chunk and not (upsampled and COMPAT[self.compat].plain_stage_2):
+            return self.chunk.generated
         without = upsampled and COMPAT[self.compat].plain_stage_2
         count = 0 if without else self.num_generated_keyframes or 0
         return between_keyframes(count, self.size.num_frames)
@@ -338,8 +394,12 @@ class JobInputs(JobFields):
             planes = render.planes(tensors, render.rounds)
             return {frame: planes[frame] for frame in sorted(planes) if frame < render.frames}
         upsampled = self.size.two_stage and not self.skip_stage_2
-        planes = tensors[f"s{1 + upsampled}_generated_keyframes"].split(1, dim=2)
-        return dict(zip(self.generated_keyframes(upsampled), planes, strict=True))
+        name, frames = f"s{1 + upsampled}_generated_keyframes", self.generated_keyframes(upsampled)
+        planes = tensors[name].split(1, dim=2)
+        if self.chunk and self.chunk.held:
+            frames = self.chunk.held + frames
+            planes = tensors[chunks.CARRIED + name].split(1, dim=2) + planes
+        return dict(zip(frames, planes, strict=True))
 
     def appended_audio(self, upsampled: bool) -> int:
         """Audio tokens appended to the clip's in a stage: in stage 1 those of the reference's
@@ -352,7 +412,8 @@ class JobInputs(JobFields):
 
     def audio_timesteps(self, upsampled: bool) -> int:
         """Distinct timesteps among a stage's audio tokens: 2 where some are held."""
-        return 2 if self.retake or (self.reference_sound and not upsampled) else 1
+        carries = self.chunk and not self.freezes_sound(upsampled)
+        return 2 if self.retake or carries or (self.reference_sound and not upsampled) else 1
 
     def freezes_sound(self, upsampled: bool) -> bool:
         """Whether a stage does not change the sound: an input, or stage 1's with a reference or in
@@ -361,7 +422,8 @@ class JobInputs(JobFields):
 
     def appended(self, upsampled: bool, rows: int, columns: int) -> list[Appended]:
         """The tokens appended to the clip's in a stage with these latent rows and columns, in their
-        order: given keyframes, references, generated keyframes, stage 1's video."""
+        order: given keyframes, references, generated keyframes, those of the window before, stage
+        1's video."""
         size, keyframe = self.stage_size(upsampled), Appended((1, rows, columns))
         guides = sum(self.images_as_guides or image.frame_index != 0 for image in self.placed)
         guides += len(self.temporal.given) if self.temporal else 0
@@ -370,8 +432,9 @@ class JobInputs(JobFields):
         detailed = [Appended(half, self.detailing_scale or 1)] * self.details(upsampled)
         return [
             *[keyframe] * guides,
-            *(Appended(video.latent_shape(size), video.space_scale) for video in references),
+            *(Appended(video.seen_shape(size), video.space_scale) for video in references),
             *[keyframe] * len(self.generated_keyframes(upsampled)),
+            *[keyframe] * len(self.chunk.held if self.chunk else ()),
             *detailed,
         ]
 
@@ -404,6 +467,7 @@ class JobInputs(JobFields):
         if window := self.temporal:
             strengths += [dfr.ANCHOR] * bool(window.given)
             strengths += [1.0] * bool(window.holds and window.shared)
+        strengths += [1.0] * bool(self.chunk)  # in the first window too, for one graph of all
         return len({1.0, *map(held_mask, strengths)}) + dubbed
 
     @property
@@ -411,7 +475,7 @@ class JobInputs(JobFields):
         """Whether the inputs determine the number of timesteps. Otherwise graphs with 1 and with 2
         are compiled, for text to video and for an image at frame 0."""
         files = self.images or self.references or self.dubbing or self.retake
-        return bool(files or self.sound_only or self.dfr)
+        return bool(files or self.sound_only or self.dfr or self.chunk)
 
     @property
     def extension(self) -> Extension | None:
@@ -424,6 +488,8 @@ class JobInputs(JobFields):
     @property
     def encoded_clips(self) -> list[EncodedClip]:
         """The videos that host.conditions encodes before the first stage."""
+        if self.windows:
+            return list(dict.fromkeys(clip for job in self.windows for clip in job.encoded_clips))
         stage_1, clips = self.size.first, []
         if self.retake:
             frames = self.size.num_frames
@@ -444,6 +510,7 @@ class JobInputs(JobFields):
         without = {
             "image": not any(image.frame_index for image in self.images),
             "nag_scale": self.nag is None,
+            "chunked": not self.windows,
         }
         return [name for name in _OWN_GRAPHS if self.holds(name) and not without.get(name)]
 
@@ -517,9 +584,11 @@ class JobInputs(JobFields):
         for image in self.images:
             image.check(self.output_size.num_frames)
         frames, count = self.size.num_frames, self.num_generated_keyframes or 0
+        if self.chunked:
+            self._check_windows(count)
         if self.dfr and frames == 1:
             raise FieldError("{num_frames} 1: {dfr} renders motion, wanted 9 or more")
-        if count > (most := max(0, frames - 2)):
+        if not self.windows and count > (most := max(0, frames - 2)):
             raise FieldError(
                 f"{{num_generated_keyframes}} {count}: wanted at most {most}, one for each frame"
                 f" between the first and the last of {frames}"
@@ -542,3 +611,21 @@ class JobInputs(JobFields):
             self.dubbing.check(self.size, "--reference-video")
         if self.retake:
             self.retake.check(self.size.seconds)
+
+    def _check_windows(self, keyframes: int) -> None:
+        chunks.check(*self.window_frames, keyframes)
+        count = len(self.clips)
+        if len(self.prompts) > count:
+            raise FieldError(
+                f"{{prompts}}: got {len(self.prompts)} for {count} windows of"
+                f" {self.window_frames[0]} frames; type fewer, or a larger {{num_frames}}"
+            )
+        for reference in self.references if self.windows else ():
+            if not reference.still and reference.num_frames < self.size.num_frames:
+                raise FieldError(
+                    "{video_conditioning} {path}: got {got} frames, wanted {wanted}, a reference"
+                    " for each window; type {num_frames} {got}, or pass a longer one",
+                    path=reference.path,
+                    got=reference.num_frames,
+                    wanted=self.size.num_frames,
+                )

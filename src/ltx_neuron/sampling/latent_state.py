@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ltx_neuron.sampling import dfr
+from ltx_neuron.sampling.chunks import CARRIED, taken_sound
 from ltx_neuron.sampling.compat import Compat
 from ltx_neuron.sampling.conditions import ImageCondition, held_mask
 from ltx_neuron.sampling.extension import Window
@@ -63,20 +64,24 @@ class LatentState:
     def retake(self, seconds: Tensor, start: float, end: float) -> "LatentState":
         """Keep all tokens except those whose time overlaps `start` to `end`. seconds: start of each
         latent frame, and end of the last one."""
-        return self._free((seconds[1:] > start) & (seconds[:-1] < end))
+        return self._pinned((seconds[1:] <= start) | (seconds[:-1] >= end))
+
+    def with_prefix(self, count: int) -> "LatentState":
+        """Keep the first `count` tokens: what a window has of the one before it."""
+        return self._pinned(torch.arange(self.latent.shape[1]) < count)
 
     def at_times(self, seconds: Tensor, new: tuple[int, int]) -> "LatentState":
         """Keep all tokens except those of the new frames, at other times (as in `retake`)."""
-        free, positions = torch.zeros(len(seconds) - 1, dtype=torch.bool), self.positions.clone()
-        free[slice(*new)] = True
+        kept, positions = torch.ones(len(seconds) - 1, dtype=torch.bool), self.positions.clone()
+        kept[slice(*new)] = False
         middles = (seconds[:-1] + seconds[1:]) / 2
-        positions[:, 0] = middles.repeat_interleave(len(self.denoise_mask) // len(free))
-        return replace(self._free(free), positions=positions)
+        positions[:, 0] = middles.repeat_interleave(len(self.denoise_mask) // len(kept))
+        return replace(self._pinned(kept), positions=positions)
 
-    def _free(self, frames: Tensor) -> "LatentState":
-        """Keep all frames except the given ones. frames: (F,) bool."""
-        per_frame = len(self.denoise_mask) // len(frames)
-        return replace(self, denoise_mask=frames.float().repeat_interleave(per_frame)[:, None])
+    def _pinned(self, kept: Tensor) -> "LatentState":
+        """Keep some frames, or tokens, as in `latent`. kept: (F,) or (T,) bool."""
+        tokens = kept.repeat_interleave(len(self.denoise_mask) // len(kept))[:, None]
+        return replace(self, denoise_mask=self.denoise_mask.masked_fill(tokens, 0))
 
     def seen_by(self, tile: Tile, tokens: Tensor) -> "LatentState":
         """The tokens that a tile sees, with positions that begin at its corner."""
@@ -179,8 +184,10 @@ def initial_states(
         counts, images_end = [], len(video.denoise_mask)
         names = reference_names(len(references), upsampled)
         for reference, latent in zip(references, map(tensors.__getitem__, names), strict=True):
-            scales, tokens = (reference.space_scale, reference.time_scale), patchify_video(latent)
-            positions = reference_positions(latent.shape[2:], frame_rate, *scales)
+            scales = reference.space_scale, reference.time_scale
+            seen = reference.dropped_latents * latent[0, 0, 0].numel()  # from this token on
+            tokens = patchify_video(latent)[:, seen:]
+            positions = reference_positions(latent.shape[2:], frame_rate, *scales)[:, :, seen:]
             first = tokens if compat.conditioning else None
             video = video.append(tokens, positions, held_mask(reference.strength), first)
             counts.append(tokens.shape[1])
@@ -202,12 +209,21 @@ def initial_states(
             first = patchify_video(tensors["upsampled_keyframes"][:, :, number : number + 1])
         positions = keyframe_positions(rows, columns, frame, frame_rate)
         video = video.append(tokens, positions, 1.0, first, generated=True)
+    chunk, stage = inputs.chunk, f"{CARRIED}s{1 + upsampled}"
+    if chunk and chunk.held:
+        planes = tensors[f"{stage}_generated_keyframes"].split(1, dim=2)
+        for frame, plane in zip(chunk.held, planes, strict=True):
+            positions = keyframe_positions(rows, columns, frame, frame_rate)
+            video = video.append(patchify_video(plane), positions, 0.0)
     if inputs.details(upsampled):
         half, scale = tensors["s2_reference_latent"], inputs.detailing_scale or 1
         positions = reference_positions(half.shape[2:], frame_rate, scale)
         video = video.append(patchify_video(half), positions, 0.0)
     if temporal and temporal.holds:
-        video.denoise_mask[: temporal.shared * rows * columns] = 0
+        video = video.with_prefix(temporal.shared * rows * columns)
+    if chunk and chunk.taken:
+        video = video.with_prefix(chunk.taken_latents * rows * columns)
+        audio = audio.with_prefix(taken_sound(chunk.taken, inputs.size.frame_rate))
     if window:  # its latents are at the clip's times, all held except the new ones
         bounds = video_seconds(window.video + frames, frame_rate)
         origin = bounds[window.video].item()

@@ -30,6 +30,7 @@ from pydantic import (
     ValidationError,
     ValidationInfo,
     field_validator,
+    model_validator,
 )
 from pydantic_core import ArgsKwargs, PydanticCustomError
 
@@ -103,9 +104,17 @@ def _listed(value: Any) -> Any:
     return value if value is None or isinstance(value, list | tuple) else [value]
 
 
+def _texts(value: Any) -> Any:
+    """The texts of a flag that may be repeated, in one list."""
+    rows = [[row] if isinstance(row, str) else row for row in _listed(value)]
+    nested = all(isinstance(row, list | tuple) for row in rows)
+    return [text for row in rows for text in row] if nested else value
+
+
 Duration = Annotated[
     AutoDuration | None, BeforeValidator(lambda value: AutoDuration() if value == [] else value)
 ]
+Texts = Annotated[tuple[str, ...], BeforeValidator(_texts)]
 Blocks = Annotated[tuple[int, ...] | None, BeforeValidator(_listed)]
 
 
@@ -324,6 +333,20 @@ class ConditionFields(Fields):
         "LTX-2.5, two stages: diffusion fidelity rendering, with keyframes at equal distances and"
         " --detailing-lora"
     )
+    chunked: StrictBool = _switch(
+        "a clip of any length, in windows that each begin with the end of the one before"
+    )
+    chunk_pixel_frames: conditions.Frames | None = _option(
+        f"frames of each window of --chunked, 8k+1 (default: {conditions.WINDOW_FRAMES})", "N"
+    )
+    chunk_carry_frames: conditions.Frames | None = _option(
+        "frames that a window keeps of the one before, 8k+1, 17 or more (default:"
+        f" {conditions.CARRY_FRAMES})",
+        "N",
+    )
+    chunk_blend_frames: conditions.Keyframes | None = _option(
+        "frames over which two windows are blended; 0: a hard cut (default: the carry)", "N"
+    )
     temporal_upsample_rounds: conditions.Rounds | None = _option(
         "of --dfr, at most 2: double the frame rate so many times, each time denoising in windows",
         "N",
@@ -421,6 +444,11 @@ class JobFields(
     """All settings of one video; None: not given."""
 
     prompt: str = _option("description of the video and its sound", "TEXT", default="")
+    prompts: Texts = _option(
+        "of --chunked: several descriptions in order, dealt out evenly to the windows",
+        "TEXT ...",
+        default=(),
+    )
     recipe: Literal[RECIPES] = _option(
         VideoFields.model_fields["recipe"].description, default="distilled"
     )
@@ -432,6 +460,14 @@ class JobFields(
         "dev recipe: res_2s (HQ, for --two-stage) or gradient_estimation (default: euler)",
         default="euler",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _turn_on_windows(cls, values: Any) -> Any:
+        """Any of the settings of windows turns them on."""
+        if isinstance(values, dict) and any(values.get(name) is not None for name in _OF_WINDOWS):
+            return values | {"chunked": True}
+        return values
 
     @classmethod
     def validated(cls, values: Mapping[str, Any], strict: bool | None = None) -> Self:
@@ -515,6 +551,7 @@ class JobFields(
 SIZES = tuple(  # as the flags are named
     field.name for field in dataclasses.fields(Size) if field.name != "spatial_scale"
 )
+_OF_WINDOWS = "chunk_pixel_frames", "chunk_carry_frames", "chunk_blend_frames"
 _LENGTH = "num_frames", "auto_duration"
 _COUNTS = "tail_frames", "num_generated_keyframes", "temporal_upsample_rounds"  # 0: without
 LORAS = ("lora", "ic_lora", "distilled_lora", "detailing_lora")

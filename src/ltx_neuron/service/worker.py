@@ -18,7 +18,14 @@ from torch import Tensor
 
 from ltx_neuron.engine.decode import DecodedClip
 from ltx_neuron.engine.outputs import code_identity, make_report, run_identity, write_sidecar
-from ltx_neuron.engine.resume import JobRun, restore_state, save_state, state_path
+from ltx_neuron.engine.resume import (
+    JobRun,
+    remove_state,
+    restore_state,
+    save_state,
+    state_files,
+    state_path,
+)
 from ltx_neuron.engine.run import Engine, JobFailure
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.files import whole_file
@@ -215,11 +222,11 @@ class Worker:
         clip.write(folder / VIDEO, recorder)
         write_sidecar(folder / VIDEO, clip.job, self.engine)
         state = self._state_path(clip.job)
-        saved = state.stat().st_size if state.is_file() else 0
+        saved = sum(path.stat().st_size for path in state_files(state) if path.is_file())
         detail = {TIMES: self._details[id(clip.job)][TIMES]}
         if not self.queue.complete(entry, folder_bytes(folder) - saved, detail):
             raise Gone(entry.id)
-        state.unlink(missing_ok=True)
+        remove_state(state)
         self._state["videos"] += 1
 
     def _while_owned(self, entry: Entry, chunks: Iterator[Tensor]) -> Iterator[Tensor]:
@@ -280,9 +287,9 @@ class Worker:
 
 
 def _percent(job: Job, stage: Stage, done: int) -> int:
-    keys = [planned.key for planned in job.stages]  # windows share their name
-    steps = [planned.steps for planned in job.stages]
-    before = sum(steps[: keys.index(stage.key)])
+    stages = job.stages
+    steps = [planned.steps for planned in stages]
+    before = sum(steps[: stages.index(stage)])
     return DENOISED * (before + done) // sum(steps)
 
 
