@@ -119,21 +119,24 @@ class Film:
 
     def _make(self) -> None:
         """Decode all windows, and write them."""
-        job, given = self.run.job, self._given
+        job = self.run.job
         sound = None if job.sound else JoinedSound(self.rate, job.size.frame_rate)
         chunks = blended(self._decoded(sound))
         if self.decoder.ahead:
             chunks = prefetch(chunks)
         with closing(chunks):
-            waveform = sound.whole if sound else lambda: given
-            clip = DecodedClip(job, self.decoder.awaited(chunks), waveform, self.rate)
+            clip = DecodedClip(job, self.decoder.awaited(chunks), self._waveform, self.rate)
             if sound:
-                clip.next_samples = sound.take
+                clip.waveform, clip.next_samples = sound.whole, sound.take
             if self.write:
                 self.write(clip)
             else:
                 self.tensors["frames"] = torch.cat([*clip.chunks])
                 self.tensors["waveform"] = clip.waveform()
+
+    def _waveform(self) -> Tensor:
+        assert self._given is not None
+        return self._given
 
     def _decoded(self, sound: "JoinedSound | None") -> Iterator[tuple[Chunk, Iterable[Tensor]]]:
         """Each window's frames, (N, H, W, 3) in [0, 1], when its sound is joined."""

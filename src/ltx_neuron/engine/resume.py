@@ -21,7 +21,7 @@ from ltx_neuron.files import write_tensors
 from ltx_neuron.host.arithmetic import CHOSEN_FIELDS
 from ltx_neuron.invocation import command
 from ltx_neuron.job import Job, Stage
-from ltx_neuron.sampling.chunks import CARRIED, carry, latents_of, taken_sound
+from ltx_neuron.sampling.chunks import carried_names, carry
 from ltx_neuron.sampling.shapes import AUDIO_CHANNELS, MEL_BINS, VIDEO_CHANNELS, video_latent_shape
 from ltx_neuron.text.encoders import Contexts
 from ltx_neuron.weights.tensorfile import TensorFile
@@ -89,8 +89,8 @@ class JobRun:
     def left(self) -> str:
         """The unfinished stages as text."""
         stages = self.stages_left
-        if chunk := stages and stages[0].chunk:
-            return f"{stages[0].title}, and {chunk.count - chunk.number - 1} windows are left"
+        if len(stages) > 1 and stages[0].chunk:
+            return f"{len(stages)} stages, from {stages[0].title} on, are left"
         if len(stages) > 1 and (window := stages[0].window):
             return f"windows {window.number} to {window.count} of {window.count} are left"
         return f"{', '.join(stage.title for stage in stages) or 'the decoding'} is left"
@@ -116,9 +116,10 @@ class JobRun:
         """Go on to a window of a chunked clip, with what it has of the one before."""
         if number == self.window:
             return
-        before, carried = self.job.windows[self.window], {}
-        if before.chunk:
-            carried = carry(before.chunk, before.size.frame_rate, self.tensors)
+        before, of = self.job.windows[self.window], self.job.windows[number]
+        assert before.chunk and of.chunk
+        names = carried_names(of.chunk, [stage.key for stage in of.stages])
+        carried = carry(before.chunk, names, of.size.frame_rate, self.tensors)
         kept = {name: self.tensors[name] for name in WHOLE if name in self.tensors}
         self.tensors, self.window = kept | carried, number
 
@@ -148,8 +149,6 @@ def _latent_shapes(job: Job, window: int = 0) -> dict[str, tuple[int, ...]]:
         if count := len(of.generated_keyframes(stage.upsampled)):
             keyframes = (1, VIDEO_CHANNELS, count, *clip[1:])
             shapes[f"{stage.key}_generated_keyframes"] = keyframes
-    if job.windows and window:
-        shapes |= _carried_shapes(job.windows[window], shapes)
     if job.extension:  # its windows need the known latents
         shapes["video_latent"] = (1, VIDEO_CHANNELS, *job.latent_shape)
     if job.extension or job.sound:
@@ -158,23 +157,12 @@ def _latent_shapes(job: Job, window: int = 0) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _carried_shapes(job: Job, shapes: dict[str, tuple]) -> dict[str, tuple[int, ...]]:
-    """Shapes of what a window has of the one before. shapes: of its own latents."""
-    assert job.chunk
-    counts = latents_of(job.chunk.taken), taken_sound(job.chunk.taken, job.size.frame_rate)
-    counts = dict(zip(_LATENTS, (*counts, len(job.chunk.held)), strict=True))
-    return {
-        f"{CARRIED}{stage.key}_{kind}": (*shape[:2], counts[kind], *shape[3:])
-        for stage in job.stages
-        for kind in _LATENTS
-        if (shape := shapes.get(f"{stage.key}_{kind}")) and counts[kind]
-    }
-
-
 def _kept(job: Job, window: int = 0) -> tuple[str, ...]:
     """Names of a job's tensors in its resume file."""
     sound = ("waveform", "waveform_rate") if job.sound else ()  # for its MP4
-    return ("attention_mask", *_CONTEXTS, *sound, *_latent_shapes(job, window), "upsampled")
+    of = job.clips[window]
+    carried = carried_names(of.chunk, [stage.key for stage in of.stages]) if of.chunk else ()
+    return ("attention_mask", *_CONTEXTS, *sound, *_latent_shapes(job, window), *carried, "upsampled")
 
 
 def _further_contexts(job: Job) -> list[tuple[str, str]]:
@@ -190,7 +178,7 @@ def save_state(path: Path, run: JobRun, identity: dict) -> None:
     tensors = {n: run.tensors[n] for n in _kept(run.job, run.window) if n in run.tensors}
     generator = {_GENERATOR: run.generator.get_state()}
     if run.job.windows and run.window_has_ended:
-        ended = {n: tensors[n] for n in _latent_shapes(run.job, run.window) if n not in WHOLE}
+        ended = {name: x for name, x in tensors.items() if name not in WHOLE}
         write_run_tensors(window_path(path, run.window), ended | generator, identity)
     for names, other in zip(_further_contexts(run.job), run.contexts[1:], strict=True):
         tensors |= dict(zip(names, (other.video, other.audio), strict=True))
@@ -241,7 +229,7 @@ def restore_state(
     run = JobRun(job, contexts)
     run.tensors |= {name: tensors[name] for name in _kept(job, window) if name in tensors}
     if job.windows:
-        run.window, run.finished = window, partial(_read_window, path, job, identity, dtype)
+        run.window, run.finished = window, partial(_read_window, path, identity)
         for number in range(window):
             run.finished(number)
     if _GENERATOR in tensors:
@@ -254,18 +242,12 @@ def restore_state(
     return run
 
 
-def _read_window(
-    state: Path, job: Job, identity: dict, dtype: torch.dtype, number: int
-) -> dict[str, Tensor]:
+def _read_window(state: Path, identity: dict, number: int) -> dict[str, Tensor]:
     """The tensors of an ended window. Raises UserError as `restore_state`."""
     path = window_path(state, number)
     file = TensorFile(path, "leave --resume out to start over")
     _check_identity(path, file, identity, CHOSEN_FIELDS)
-    shapes = _latent_shapes(job, number)
-    tensors = {name: file.read(name) for name in shapes if name in file.shapes}
-    expected = {name: (shape, dtype) for name, shape in shapes.items() if name not in WHOLE}
-    _check_shapes(path, tensors, expected, [n for n in expected if n not in tensors])
-    return tensors
+    return {name: file.read(name) for name in file.shapes if name != _GENERATOR}
 
 
 def _check_identity(path: Path, file: TensorFile, identity: dict, may_differ: tuple) -> None:
@@ -305,13 +287,7 @@ def _check_tensors(
     if job.sound and "waveform" in tensors:
         expected["waveform"] = (2, tensors["waveform"].numel() // 2), torch.float32
         expected["waveform_rate"] = (), torch.int64
-    _check_shapes(path, tensors, expected, [name for name in needed if name not in tensors])
-
-
-def _check_shapes(
-    path: Path, tensors: dict[str, Tensor], expected: dict[str, tuple], missing: list[str]
-) -> None:
-    problems = [f"{name}: missing" for name in missing]
+    problems = [f"{name}: missing" for name in needed if name not in tensors]
     for name, (shape, kind) in expected.items():
         tensor = tensors.get(name)
         if tensor is not None and (tuple(tensor.shape), tensor.dtype) != (shape, kind):

@@ -84,8 +84,8 @@ def encode(
     host: HostModels, inputs: JobInputs, upsampled: bool = False, rank_tiles: Any = None
 ) -> dict[str, Tensor]:
     """Tensors of a job's input sound and videos by name, for a stage. Missing inputs have no
-    entries; a window has those of encode_sounds of the whole clip. upsampled: for stage 2, which has only references. rank_tiles: encodes tiles on the
-    ranks, see HostModels.encode_video.
+    entries, and windows no sounds: they share the whole clip's. upsampled: for stage 2, which has
+    only references. rank_tiles: encodes tiles on the ranks, see HostModels.encode_video.
 
     mel               (1, 2, frames, 64) float32; for a retake only if its file has sound
     audio_latent      (1, 8, Ta, 16), as long as the video; if there is a mel

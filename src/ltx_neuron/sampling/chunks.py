@@ -7,6 +7,7 @@ eight frames in the window before, and one in the window that begins with it, as
 Source: ltx-pipelines 1.4, chunks/layout.py and planner.py.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -81,20 +82,26 @@ def taken_sound(frames: int, frame_rate: float) -> int:
     return max(1, audio_latent_frames(frames, frame_rate)) if frames else 0
 
 
-def carry(chunk: Chunk, frame_rate: float, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What the next window begins with: of each stage the last latents of picture and sound, and
-    the keyframes among them. tensors: the window's, by their --save-tensors names."""
-    counts = {"video": latents_of(chunk.given), "audio": taken_sound(chunk.given, frame_rate)}
-    carried = {
-        f"{CARRIED}{stage}_{stream}": tensors[f"{stage}_{stream}"][:, :, -count:].clone()
-        for stage in ("s1", "s2")
-        for stream, count in counts.items()
-        if f"{stage}_{stream}" in tensors
+def carried_names(chunk: Chunk, stages: Iterable[str]) -> list[str]:
+    """The names of what a window has of the one before. stages: "s1" and "s2"."""
+    kinds = ("video", "audio", *["generated_keyframes"] * bool(chunk.held)) if chunk.taken else ()
+    return [f"{CARRIED}{stage}_{kind}" for stage in stages for kind in kinds]
+
+
+def carry(
+    before: Chunk, names: Iterable[str], frame_rate: float, tensors: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """What a window begins with: of each stage the last latents of picture and sound, and the
+    keyframes among them. names: carried_names. tensors: of the window before."""
+    ends = {
+        "video": slice(-latents_of(before.given), None),
+        "audio": slice(-taken_sound(before.given, frame_rate), None),
+        "keyframes": list(before.carried),
     }
-    for name in ("s1_generated_keyframes", "s2_generated_keyframes"):
-        if chunk.carried and name in tensors:
-            carried[CARRIED + name] = tensors[name][:, :, list(chunk.carried)]
-    return carried
+    return {
+        name: tensors[name.removeprefix(CARRIED)][:, :, ends[name.rpartition("_")[2]]].clone()
+        for name in names
+    }
 
 
 def sounds_of(chunk: Chunk, frame_rate: float, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
