@@ -87,13 +87,14 @@ def needs(workspace: Workspace, jobs: list[Job], options: RunOptions) -> Iterato
         yield from workspace.text_graphs()
     if options.neuron_vae:
         yield from map(workspace.weight_set, workspace.profile.vae_models)
-        with_picture = (job for job in jobs if not job.sound_only)
+        with_picture = (clip for job in jobs if not job.sound_only for clip in job.clips)
         for clip in dict.fromkeys(upscaled(job.latent_shape, job.upscale) for job in with_picture):
             yield from workspace.decoder_graphs(clip)
         for job in {tuple(workspace.encoder_tiles(job)): job for job in jobs}.values():
             yield from workspace.encoder_graphs(job)
     if sound_on_ranks(workspace, options):
-        decoded = [job for job in jobs if not job.sound]  # an input sound is not decoded
+        # An input sound is not decoded.
+        decoded = [clip for job in jobs if not job.sound for clip in job.clips]
         sizes = {job.audio_latents: size for job in decoded if (size := sound_size(job))}
         for latents, size in sizes.items():
             yield from workspace.sound_graphs(latents, size)

@@ -328,7 +328,7 @@ def notes(job: Job, workspace: Workspace) -> list[str]:
     or of another kind than the model knows. Printed, and written into the sidecar and the API's
     answer. Reads the job's files, so they must have been checked."""
     lines = encode_inputs.notes(job)
-    if not job.prompt.strip():
+    if not any(map(str.strip, job.texts_of_windows)):
         lines.append("the prompt is empty: the references alone guide the video")
     if job.reference_sound and lora.are_silent(job.stages[0].loras):
         lines.append("no LoRA has layers of the sound, so the voice may not be taken over")

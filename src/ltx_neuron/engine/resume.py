@@ -162,7 +162,14 @@ def _kept(job: Job, window: int = 0) -> tuple[str, ...]:
     sound = ("waveform", "waveform_rate") if job.sound else ()  # for its MP4
     of = job.clips[window]
     carried = carried_names(of.chunk, [stage.key for stage in of.stages]) if of.chunk else ()
-    return ("attention_mask", *_CONTEXTS, *sound, *_latent_shapes(job, window), *carried, "upsampled")
+    return (
+        "attention_mask",
+        *_CONTEXTS,
+        *sound,
+        *_latent_shapes(job, window),
+        *carried,
+        "upsampled",
+    )
 
 
 def _further_contexts(job: Job) -> list[tuple[str, str]]:

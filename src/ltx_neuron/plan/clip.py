@@ -10,9 +10,10 @@ a new prompt and models that an earlier clip loaded.
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import islice
 from typing import Any
 
 import torch
@@ -103,10 +104,17 @@ class ClipPlanner:
     price: Price | None = None
 
     def planned(self) -> ClipPlan:
-        first = [*self._text(), *self._inputs(), *self._denoising()]
+        parts, stages = [self], iter(self.plan.stages)
+        if self.job.windows:
+            plans = ([*islice(stages, len(window.stages))] for window in self.job.windows)
+            pairs = zip(self.job.windows, plans, strict=True)
+            parts = [replace(self, job=job, plan=replace(self.plan, stages=x)) for job, x in pairs]
+        first = [*self._text(), *self._inputs()]
+        first += _together(row for part in parts for row in part._denoising())
         # An input sound is muxed unchanged.
-        sound = [] if self.job.sound else [self._sound()]
-        last = sound if self.job.sound_only else [self._video(), *sound, self._mp4()]
+        sound = [] if self.job.sound else _together(part._sound() for part in parts)
+        video = [] if self.job.sound_only else _together(part._video() for part in parts)
+        last = [*video, *sound, *[self._mp4()] * bool(video)]
         rows, seconds, batch_seconds = [*first, *last], None, None
         if all(row.seconds is not None for row in rows):
             before = sum(row.seconds or 0 for row in first)
@@ -330,6 +338,16 @@ class ClipPlanner:
         pixels = frames * rows * columns * shapes.SPACE_SCALE**2
         what = f"{frames} frames" + (f"; the tail of {tail} is cut off" if tail else "")
         return self._host("encode_mp4", pixels, "encode_mp4", what)
+
+
+def _together(rows: Iterable[PhaseRow]) -> list[PhaseRow]:
+    """The rows, equal ones of several windows as one."""
+    return [
+        row
+        if count == 1
+        else replace(row, seconds=row.seconds and count * row.seconds, rate=f"{count} x {row.rate}")
+        for row, count in Counter(rows).items()
+    ]
 
 
 def _counted(
