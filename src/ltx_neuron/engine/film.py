@@ -1,17 +1,18 @@
 """A chunked clip: its windows are decoded and written one after another while the next ones run.
 
-Pictures are blended and sounds are faded where windows meet, so that of a window only its last
-frames wait for the next one.
+Pictures are blended and sounds cross where windows meet, so of a window only its end waits for the
+next one.
 
 Source: ltx-pipelines 1.4, chunks/export.py.
 """
 
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import closing
 from functools import partial
+from itertools import chain
 from queue import Empty, Queue
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,25 +22,18 @@ from ltx_neuron.engine.resume import WHOLE, JobRun
 from ltx_neuron.host.background import POLL_SECONDS, Background, check_cancelled, prefetch, wait_for
 from ltx_neuron.host.models import to_bytes
 from ltx_neuron.job import Job
-from ltx_neuron.sampling.chunks import Chunk
+from ltx_neuron.sampling.chunks import CARRIED, Chunk
 
 FADE_SECONDS = 0.04  # in which the sounds of two windows cross
+_Window = tuple[Job, Callable[[], dict[str, Tensor]], Future]  # what reads its tensors; decoded
 
 
-class _Ended(NamedTuple):
-    """A window without stages left. decoded: is done when its frames were taken."""
-
-    job: Job
-    read: Callable[[], dict[str, Tensor]]
-    decoded: Future
-
-
-class Film:
+class Film(Background):
     """The clip of a run with windows. A context manager: leaving it ends its thread.
 
     write, decode  as of Engine.generate
     waits          the next window's stages begin when this one is decoded
-    late           decoding begins when all windows have ended: it needs their place
+    late           decoding begins when all windows have ended, and needs the ranks' memory
     poll           called regularly during a wait; its error ends the waiting
     """
 
@@ -53,25 +47,22 @@ class Film:
         late: bool,
         poll: Callable[[], None],
     ):
+        super().__init__("film")
         self.decoder, self.run, self.write, self.decode = decoder, run, write, decode
         self.waits, self.late, self._poll = waits, late, poll
-        self.tensors: dict[str, Tensor] = {}  # of all windows, unless they are written
-        self.rate, self._given = decoder.host.sample_rate, None  # of an input sound
-        self._windows, self._thread = Queue[_Ended](), Background("film")
-        self._last = self._written = None
+        self.rate, self._waveform = decoder.host.sample_rate, torch.zeros(2, 0)
+        self._tensors: dict[str, Tensor] = {}  # of all windows, unless they are written
+        self._windows, self._made = Queue[_Window](), Future()
+        self._before: Future | None = None  # of the window before
 
     def __enter__(self) -> "Film":
         """Begin with the windows that an earlier process finished."""
-        run = self.run
-        for number in range(run.window):
-            assert run.finished
-            self._add(number, partial(run.finished, number))
-        if run.window_has_ended:
+        for number in range(self.run.window):
+            assert self.run.finished
+            self._add(number, partial(self.run.finished, number))
+        if self.run.window_has_ended:
             self.add_window()
         return self
-
-    def __exit__(self, *error) -> None:
-        self._thread.__exit__(*error)
 
     def add_window(self) -> None:
         """Decode the run's window, whose stages have ended."""
@@ -79,41 +70,37 @@ class Film:
         self._add(self.run.window, lambda: tensors)
 
     def _add(self, number: int, read: Callable[[], dict[str, Tensor]]) -> None:
-        job, before = self.run.job.windows[number], self._last
-        if self.run.job.sound and self._given is None:
-            self._given = self.run.tensors["waveform"]
-            self.rate = int(self.run.tensors["waveform_rate"])
+        job, before = self.run.job.windows[number], self._before
         if not self.write:
-            kept = {n: x for n, x in read().items() if n not in WHOLE}
-            self.tensors |= {f"w{number}_{n}": x for n, x in kept.items() if "carried" not in n}
+            kept = {n: x for n, x in read().items() if not (n in WHOLE or n.startswith(CARRIED))}
+            self._tensors |= {f"w{number}_{name}": x for name, x in kept.items()}
         if not self.decode:
             return
-        self._windows.put(ended := _Ended(job, read, Future()))
-        self._last = ended.decoded
-        if self.late:
-            return
-        if not self._written:
-            self._written = self._thread.submit(self._make)
+        self._before = Future()
+        self._windows.put((job, read, self._before))
+        if not number and job.sound:  # the clip's sound is the given one
+            self._waveform = self.run.tensors["waveform"]
+            self.rate = int(self.run.tensors["waveform_rate"])
+        if not (number or self.late):
+            self._made = self.submit(self._make)
         last = number + 1 == len(self.run.job.windows)
-        waited = ended.decoded if self.waits and not last else before
-        if waited:
+        if not self.late and (waited := self._before if self.waits and not last else before):
             wait_for(waited, self._check)
 
     def _check(self) -> None:
-        """Raise the writer's error, or a rank's."""
-        if self._written and self._written.done():
-            self._written.result()
+        """Raise the thread's error, or a rank's."""
+        if self._made.done():
+            self._made.result()
         self._poll()
 
     def result(self) -> Result:
         """Wait for the last window."""
-        run = self.run
-        tensors = {name: run.tensors[name] for name in WHOLE if name in run.tensors}
-        run.tensors = {}
+        job, tensors, self.run.tensors = self.run.job, self.run.tensors, {}
         if self.decode:
-            wait_for(self._written or self._thread.submit(self._make), self._poll)
-            self.decoder.recorder.finished(run.job.output_frames / run.job.output_frame_rate)
-        return Result(run.job, tensors | self.tensors, self.rate)
+            wait_for(self.submit(self._make) if self.late else self._made, self._poll)
+            self.decoder.recorder.finished(job.output_frames / job.output_frame_rate)
+        whole = {name: tensors[name] for name in WHOLE if name in tensors}
+        return Result(job, whole | self._tensors, self.rate)
 
     # --- in the thread ----------------------------------------------------------------------------
 
@@ -122,38 +109,35 @@ class Film:
         job = self.run.job
         sound = None if job.sound else JoinedSound(self.rate, job.size.frame_rate)
         chunks = blended(self._decoded(sound))
-        if self.decoder.ahead:
-            chunks = prefetch(chunks)
-        with closing(chunks):
-            clip = DecodedClip(job, self.decoder.awaited(chunks), self._waveform, self.rate)
+        with closing(prefetch(chunks) if self.decoder.ahead else chunks) as chunks:
+            clip = DecodedClip(job, self.decoder.awaited(chunks), self._given, self.rate)
             if sound:
                 clip.waveform, clip.next_samples = sound.whole, sound.take
             if self.write:
                 self.write(clip)
             else:
-                self.tensors["frames"] = torch.cat([*clip.chunks])
-                self.tensors["waveform"] = clip.waveform()
+                self._tensors["frames"] = torch.cat([*clip.chunks])
+                self._tensors["waveform"] = clip.waveform()
 
-    def _waveform(self) -> Tensor:
-        assert self._given is not None
-        return self._given
+    def _given(self) -> Tensor:
+        return self._waveform
 
     def _decoded(self, sound: "JoinedSound | None") -> Iterator[tuple[Chunk, Iterable[Tensor]]]:
         """Each window's frames, (N, H, W, 3) in [0, 1], when its sound is joined."""
         for _ in self.run.job.windows:
             job, read, decoded = self._next()
-            tensors, decoder = read(), self.decoder
+            tensors = read()
             assert job.chunk
             if sound:
-                sound.add(job.chunk, decoder.sound(job, tensors))
+                sound.add(job.chunk, self.decoder.sound(job, tensors))
             seed, keyframes = job.seed + job.chunk.number, job.decoded_keyframes(tensors)
-            pictures = decoder.pictures(tensors[job.video_key], seed, keyframes, exact=True)
+            pictures = self.decoder.pictures(tensors[job.video_key], seed, keyframes, exact=True)
             del tensors, read
             with closing(pictures):
                 yield job.chunk, pictures
             decoded.set_result(None)
 
-    def _next(self) -> _Ended:
+    def _next(self) -> _Window:
         while True:
             try:
                 return self._windows.get(timeout=POLL_SECONDS)
@@ -165,72 +149,50 @@ class Film:
 
 
 def blended(windows: Iterable[tuple[Chunk, Iterable[Tensor]]]) -> Generator[Tensor, None, None]:
-    """The frames of a clip, uint8 (N, H, W, 3), in chunks. windows: the frames of each, (N, H, W,
-    3) in [0, 1], in chunks. Those of its carry are mixed into the end of the window before."""
-    end: Tensor | None = None  # the last frames of the window before
+    """The frames of a clip, each uint8 (1, H, W, 3). windows: the frames of each, (N, H, W, 3) in
+    [0, 1], in chunks. Those of its carry are mixed into the end of the window before."""
+    held: deque[Tensor] = deque()  # the last frames so far
     for chunk, pictures in windows:
-        first, held = -chunk.taken, []  # of the next frame, counted from the window's own
-        for frames in pictures:
-            if end is not None:
-                number = first + len(end)  # of the first frame in `end`
-                taken = range(max(0, number), min(len(end), number + len(frames)))
-                if taken:
-                    yield _mixed(end, frames[taken.start - number :], taken)
-            own = frames[max(0, -first) :]
-            first += len(frames)
-            held.append(own)
-            count = sum(map(len, held))
-            if count > chunk.blend:
-                ready = torch.cat(held)
-                held = [ready[count - chunk.blend :].clone()]
-                yield to_bytes(ready[: count - chunk.blend].contiguous())
-                del ready
-            del frames, own
-        end = torch.cat(held) if chunk.blend else None
-
-
-def _mixed(end: Tensor, frames: Tensor, taken: range) -> Tensor:
-    """Frames of a window's end with those that the next window has of it."""
-    weights = (torch.arange(taken.start, taken.stop) + 1.0) / (len(end) + 1)
-    mixed = end[taken.start : taken.stop]
-    frames = frames[: len(taken)]
-    return to_bytes(mixed + (frames - mixed) * weights[:, None, None, None])
+        count = len(held)
+        for number, frame in enumerate(chain.from_iterable(pictures), -chunk.taken):
+            if -count <= number < 0:
+                before, weight = held.popleft(), (number + count + 1) / (count + 1)
+                yield to_bytes(before + (frame - before) * weight)[None]
+            elif number >= 0:
+                held.append(frame)
+                if len(held) > chunk.blend:
+                    yield to_bytes(held.popleft())[None]
 
 
 class JoinedSound:
-    """The sounds of windows, as one that grows; what was taken is dropped."""
+    """The sounds of windows as one that grows; what was taken is dropped."""
 
     def __init__(self, rate: int, frame_rate: float):
         self.rate, self.frame_rate = rate, frame_rate
-        self._samples, self._start = torch.zeros(2, 0), 0  # those at hand, and where they begin
-        self._blend = self._held = 0  # frames, and samples at the end that may still change
+        self._samples = torch.zeros(2, 0)  # that were not taken
+        self._fade = 0  # the last samples, which cross with the next window's
 
     def add(self, chunk: Chunk, waveform: Tensor) -> None:
         """Append the end of a window's waveform (2, n), as long as its own frames, and cross it
         with the end so far."""
-        own = round(chunk.new_frames / self.frame_rate * self.rate)
-        fade, here = self._fade(self._blend), self._samples
-        fade = min(fade, self._start + here.shape[1])
-        kept = waveform[:, max(0, waveform.shape[1] - own - fade) :]
-        fade = max(0, kept.shape[1] - min(waveform.shape[1], own))
-        if fade:
+        own = min(waveform.shape[1], self._count(chunk.new_frames))
+        kept = waveform[:, max(0, waveform.shape[1] - own - self._fade) :]
+        if fade := kept.shape[1] - own:
             turn = torch.linspace(0, 1, fade) * torch.pi / 2
-            crossed = here[:, -fade:] * turn.cos() + kept[:, :fade] * turn.sin()
-            here, kept = torch.cat([here[:, :-fade], crossed], 1), kept[:, fade:]
-        self._blend = chunk.blend
-        self._held = self._fade(chunk.blend)
-        self._samples = torch.cat([here, kept], 1)
+            end = self._samples[:, -fade:]
+            end.copy_(end * turn.cos() + kept[:, :fade] * turn.sin())
+        self._samples = torch.cat([self._samples, kept[:, fade:]], 1)
+        self._fade = min(round(FADE_SECONDS * self.rate), self._count(chunk.blend))
 
-    def _fade(self, blend: int) -> int:
-        return min(round(FADE_SECONDS * self.rate), round(blend / self.frame_rate * self.rate))
+    def _count(self, frames: int) -> int:
+        return round(frames / self.frame_rate * self.rate)
 
     def take(self, start: int, end: int) -> Tensor:
-        """The samples from `start` to `end`, or as many as will not change."""
-        ready = self._samples.shape[1] - self._held
-        block = self._samples[:, : max(0, min(end - self._start, ready))]
-        block = block[:, max(0, start - self._start) :]
-        taken = max(0, start + block.shape[1] - self._start)
-        self._samples, self._start = self._samples[:, taken:].clone(), self._start + taken
+        """The samples from `start`, where the last ones ended, to `end`, or as many as will not
+        change."""
+        ready = self._samples.shape[1] - self._fade
+        block, rest = self._samples.tensor_split([max(0, min(end - start, ready))], 1)
+        self._samples = rest.clone()
         return block
 
     def whole(self) -> Tensor:

@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -250,7 +250,8 @@ class Engine:
         resolved = partial(self.workspace.resolved, compat=self.options.compat)
         jobs, failed, compiled = self._check([*map(resolved, jobs)], isolate)
         generations: dict[JobRun, Generator] = {}
-        with self._session(keep), _closed(generations), self._decodes(isolate) as decodes:
+        with self._session(keep), ExitStack() as stack, self._decodes(isolate) as decodes:
+            stack.callback(lambda: [x.close() for x in generations.values()])  # ends their threads
             while jobs or failed:
                 yield from (JobFailure(*pair) for pair in failed)
                 runs = [resume(job) or JobRun(job) for job in jobs]
@@ -405,16 +406,6 @@ class Engine:
                 " pipeline and whose ranks answer only it. Start processes with"
                 ' multiprocessing.get_context("spawn"), and open a pipeline in each'
             )
-
-
-@contextmanager
-def _closed(generations: dict[JobRun, Generator]) -> Iterator[None]:
-    """End the threads of jobs that have not ended when the block ends."""
-    try:
-        yield
-    finally:
-        for generation in generations.values():
-            generation.close()
 
 
 def stage_groups(

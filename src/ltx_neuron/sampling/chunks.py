@@ -150,21 +150,20 @@ def layout(
 
 def check(window: int, taken: int, blend: int, keyframes: int) -> None:
     """Raise FieldError for impossible lengths of windows."""
-    for name, frames, least in (("carry", taken, _LEAST_CARRY), ("pixel", window, taken + 1)):
-        if frames % TIME_SCALE != 1 or frames < least:
-            below = max(least, frames) - 1
-            nearest = -(-below // TIME_SCALE) * TIME_SCALE + 1
+    for name, frames, least in (("carry", taken, _LEAST_CARRY), ("pixel", window, taken + 8)):
+        nearest = -(-(max(least, frames) - 1) // TIME_SCALE) * TIME_SCALE + 1
+        if frames != nearest:
+            name = f"{{chunk_{name}_frames}}"
             raise FieldError(
-                f"{{chunk_{name}_frames}} {frames}: wanted 8k+1 frames, at least {least}; type"
-                f" {{chunk_{name}_frames}} {nearest}"
+                f"{name} {frames}: wanted 8k+1, {least} or more; type {name} {nearest}"
             )
-    if blend > (most := min(taken, window - taken - 1)):
-        raise FieldError(
-            f"{{chunk_blend_frames}} {blend}: wanted at most {most}, which windows of {window}"
-            f" frames with a carry of {taken} have"
-        )
-    if keyframes > (most := window - taken - 2):
-        raise FieldError(
-            f"{{num_generated_keyframes}} {keyframes}: wanted at most {most} in a window, which"
-            f" adds {window - taken} frames"
-        )
+    new = window - taken
+    for name, count, most in (
+        ("chunk_blend_frames", blend, min(taken, new - 1)),
+        ("num_generated_keyframes", keyframes, new - 2),
+    ):
+        if count > most:
+            raise FieldError(
+                f"{{{name}}} {count}: wanted at most {most} with a carry of {taken} in a"
+                f" window of {window} frames"
+            )

@@ -614,18 +614,15 @@ class JobInputs(JobFields):
 
     def _check_windows(self, keyframes: int) -> None:
         chunks.check(*self.window_frames, keyframes)
-        count = len(self.clips)
-        if len(self.prompts) > count:
+        windows, frames = len(self.clips), self.size.num_frames
+        if len(self.prompts) > windows:
             raise FieldError(
-                f"{{prompts}}: got {len(self.prompts)} for {count} windows of"
-                f" {self.window_frames[0]} frames; type fewer, or a larger {{num_frames}}"
+                f"{{prompts}}: got {len(self.prompts)} for {windows} windows; type fewer, or a"
+                " larger {num_frames}"
             )
-        for reference in self.references if self.windows else ():
-            if not reference.still and reference.num_frames < self.size.num_frames:
-                raise FieldError(
-                    "{video_conditioning} {path}: got {got} frames, wanted {wanted}, a reference"
-                    " for each window; type {num_frames} {got}, or pass a longer one",
-                    path=reference.path,
-                    got=reference.num_frames,
-                    wanted=self.size.num_frames,
-                )
+        moving = [video.num_frames for video in self.references if not video.still]
+        if windows > 1 and (got := min(moving, default=frames)) < frames:
+            raise FieldError(
+                f"{{video_conditioning}}: got {got} frames, wanted {frames}, for every window;"
+                f" type {{num_frames}} {got}, or pass a longer video"
+            )
