@@ -33,7 +33,7 @@ class Film(Background):
 
     write, decode  as of Engine.generate
     waits          the next window's stages begin when this one is decoded
-    late           decoding begins when all windows have ended, and needs the ranks' memory
+    late           all windows are decoded at the end, in the place of the transformer
     poll           called regularly during a wait; its error ends the waiting
     """
 
@@ -110,17 +110,14 @@ class Film(Background):
         sound = None if job.sound else JoinedSound(self.rate, job.size.frame_rate)
         chunks = blended(self._decoded(sound))
         with closing(prefetch(chunks) if self.decoder.ahead else chunks) as chunks:
-            clip = DecodedClip(job, self.decoder.awaited(chunks), self._given, self.rate)
-            if sound:
-                clip.waveform, clip.next_samples = sound.whole, sound.take
+            chunks, given = self.decoder.awaited(chunks), lambda: self._waveform
+            clip = DecodedClip(job, chunks, sound.whole if sound else given, self.rate)
+            clip.next_samples = sound.take if sound else None
             if self.write:
                 self.write(clip)
             else:
                 self._tensors["frames"] = torch.cat([*clip.chunks])
                 self._tensors["waveform"] = clip.waveform()
-
-    def _given(self) -> Tensor:
-        return self._waveform
 
     def _decoded(self, sound: "JoinedSound | None") -> Iterator[tuple[Chunk, Iterable[Tensor]]]:
         """Each window's frames, (N, H, W, 3) in [0, 1], when its sound is joined."""

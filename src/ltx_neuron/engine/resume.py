@@ -21,7 +21,7 @@ from ltx_neuron.files import write_tensors
 from ltx_neuron.host.arithmetic import CHOSEN_FIELDS
 from ltx_neuron.invocation import command
 from ltx_neuron.job import Job, Stage
-from ltx_neuron.sampling.chunks import carried_names, carry
+from ltx_neuron.sampling.chunks import carry
 from ltx_neuron.sampling.shapes import AUDIO_CHANNELS, MEL_BINS, VIDEO_CHANNELS, video_latent_shape
 from ltx_neuron.text.encoders import Contexts
 from ltx_neuron.weights.tensorfile import TensorFile
@@ -89,10 +89,9 @@ class JobRun:
     def left(self) -> str:
         """The unfinished stages as text."""
         stages = self.stages_left
-        if len(stages) > 1 and stages[0].chunk:
-            return f"{len(stages)} stages, from {stages[0].title} on, are left"
-        if len(stages) > 1 and (window := stages[0].window):
-            return f"windows {window.number} to {window.count} of {window.count} are left"
+        if len(stages) > 1 and (window := stages[0].window or stages[0].chunk):
+            first = window.number + bool(stages[0].chunk)
+            return f"windows {first} to {window.count} of {window.count} are left"
         return f"{', '.join(stage.title for stage in stages) or 'the decoding'} is left"
 
     def finish(
@@ -117,9 +116,8 @@ class JobRun:
         if number == self.window:
             return
         before, of = self.job.windows[self.window], self.job.windows[number]
-        assert before.chunk and of.chunk
-        names = carried_names(of.chunk, [stage.key for stage in of.stages])
-        carried = carry(before.chunk, names, of.size.frame_rate, self.tensors)
+        assert before.chunk
+        carried = carry(before.chunk, of.carried_names, of.size.frame_rate, self.tensors)
         kept = {name: self.tensors[name] for name in WHOLE if name in self.tensors}
         self.tensors, self.window = kept | carried, number
 
@@ -160,22 +158,15 @@ def _latent_shapes(job: Job, window: int = 0) -> dict[str, tuple[int, ...]]:
 def _kept(job: Job, window: int = 0) -> tuple[str, ...]:
     """Names of a job's tensors in its resume file."""
     sound = ("waveform", "waveform_rate") if job.sound else ()  # for its MP4
-    of = job.clips[window]
-    carried = carried_names(of.chunk, [stage.key for stage in of.stages]) if of.chunk else ()
-    return (
-        "attention_mask",
-        *_CONTEXTS,
-        *sound,
-        *_latent_shapes(job, window),
-        *carried,
-        "upsampled",
-    )
+    latents = *_latent_shapes(job, window), *job.clips[window].carried_names, "upsampled"
+    return "attention_mask", *_CONTEXTS, *sound, *latents
 
 
 def _further_contexts(job: Job) -> list[tuple[str, str]]:
     """Names of the contexts of the other prompts in a resume file."""
-    prefixes = [f"prompt_{number}_" for number in range(1, len(job.texts_of_windows))]
-    prefixes += ["negative_"] * (len(job.texts) > len(job.texts_of_windows))
+    count = len(job.texts_of_windows)
+    prefixes = [f"prompt_{number}_" for number in range(1, count)]
+    prefixes += ["negative_"] * (len(job.texts) > count)
     return [(prefix + _CONTEXTS[0], prefix + _CONTEXTS[1]) for prefix in prefixes]
 
 
@@ -221,8 +212,6 @@ def restore_state(
     file = TensorFile(path, "leave --resume out to start over")
     _check_identity(path, file, identity, () if exact else CHOSEN_FIELDS)
     window = int(file.read(_WINDOW)) if job.windows and _WINDOW in file.shapes else 0
-    if window not in range(len(job.clips)):
-        raise UserError(f"--resume {path} is of window {window}; leave it out to start over")
     others = _further_contexts(job)
     names = (*_kept(job, window), *chain(*others), _GENERATOR)
     tensors = {name: file.read(name) for name in names if name in file.shapes}

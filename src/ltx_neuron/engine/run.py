@@ -106,7 +106,8 @@ class Engine:
 
         Shapes: video (1, 128, F, h, w), audio (1, 8, Ta, 16).
         """
-        decoder = self._decoder()
+        how = self.workspace.profile.overlap_decode, self._decode_video, self._decode_audio
+        decoder = Decoder(self.host, self.recorder, *how)
         if not run.job.windows:
             yield from self._stages(run, compiled)
             yield decoder.result(run, write, decode)
@@ -174,11 +175,6 @@ class Engine:
                 self.on_stage_end(run)
             del stage_run, states, images, latents  # not kept while stages of other jobs run
             yield stage
-
-    def _decoder(self) -> Decoder:
-        """What makes frames and waveform of latents."""
-        ahead = self.workspace.profile.overlap_decode
-        return Decoder(self.host, self.recorder, ahead, self._decode_video, self._decode_audio)
 
     # --- its models, on the ranks or on the host --------------------------------------------------
 

@@ -343,10 +343,8 @@ class ClipPlanner:
 def _together(rows: Iterable[PhaseRow]) -> list[PhaseRow]:
     """The rows, equal ones of several windows as one."""
     return [
-        row
-        if count == 1
-        else replace(row, seconds=row.seconds and count * row.seconds, rate=f"{count} x {row.rate}")
-        for row, count in Counter(rows).items()
+        replace(row, seconds=row.seconds and n * row.seconds, rate=f"{n} x " * (n > 1) + row.rate)
+        for row, n in Counter(rows).items()
     ]
 
 

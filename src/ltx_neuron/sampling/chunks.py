@@ -36,21 +36,12 @@ class Chunk(NamedTuple):
     held: tuple[int, ...]  # frames of those that it has of the window before
 
     @property
-    def prefix(self) -> str:
-        """Of its tensors' names in --save-tensors."""
-        return f"w{self.number}_"
-
-    @property
     def title(self) -> str:
         return f"window {self.number + 1} of {self.count}"
 
     @property
     def new_frames(self) -> int:
         return self.frames - self.taken
-
-    @property
-    def taken_latents(self) -> int:
-        return latents_of(self.taken)
 
     @property
     def carried(self) -> tuple[int, ...]:
@@ -82,17 +73,11 @@ def taken_sound(frames: int, frame_rate: float) -> int:
     return max(1, audio_latent_frames(frames, frame_rate)) if frames else 0
 
 
-def carried_names(chunk: Chunk, stages: Iterable[str]) -> list[str]:
-    """The names of what a window has of the one before. stages: "s1" and "s2"."""
-    kinds = ("video", "audio", *["generated_keyframes"] * bool(chunk.held)) if chunk.taken else ()
-    return [f"{CARRIED}{stage}_{kind}" for stage in stages for kind in kinds]
-
-
 def carry(
     before: Chunk, names: Iterable[str], frame_rate: float, tensors: dict[str, Tensor]
 ) -> dict[str, Tensor]:
     """What a window begins with: of each stage the last latents of picture and sound, and the
-    keyframes among them. names: carried_names. tensors: of the window before."""
+    keyframes among them. names: JobInputs.carried_names. tensors: of the window before."""
     ends = {
         "video": slice(-latents_of(before.given), None),
         "audio": slice(-taken_sound(before.given, frame_rate), None),

@@ -187,20 +187,16 @@ class JobInputs(JobFields):
     @property
     def window_frames(self) -> tuple[int, int, int]:
         """Of chunked: the frames of a window, of its carry and of a blend."""
-        window = self.chunk_pixel_frames or WINDOW_FRAMES
-        carry = self.chunk_carry_frames or CARRY_FRAMES
-        blend = self.chunk_blend_frames
-        return window, carry, carry if blend is None else blend
+        carry, blend = self.chunk_carry_frames or CARRY_FRAMES, self.chunk_blend_frames
+        return self.chunk_pixel_frames or WINDOW_FRAMES, carry, carry if blend is None else blend
 
     @cached_property
     def windows(self) -> tuple[Self, ...]:
         """The jobs of a chunked clip's windows; none if it fits one."""
-        if not self.chunked or self.chunk:
+        if self.chunk or not self.holds("chunked"):
             return ()
-        layout = chunks.layout(
-            self.size.num_frames, *self.window_frames, self.num_generated_keyframes or 0
-        )
-        return tuple(map(self._window, layout))
+        frames, keyframes = self.size.num_frames, self.num_generated_keyframes or 0
+        return tuple(map(self._window, chunks.layout(frames, *self.window_frames, keyframes)))
 
     def _window(self, chunk: Chunk) -> Self:
         job = self.resized(dataclasses.replace(self.size, num_frames=chunk.frames))
@@ -209,14 +205,20 @@ class JobInputs(JobFields):
             for image in self.placed
             if chunk.owns(image.frame_index)
         )
-        media = job.media
-        if self.dubbing:  # its sound is cut too
-            first, count = chunk.sound(self.size.frame_rate)
-            left = max(0, min(count, self.media.latents - first))
-            media = dataclasses.replace(media, latents=left)
-        prompts = self.texts_of_windows
-        fields = {"image": tuple(images), "prompt": prompts[chunk.share(len(prompts))]}
-        return job.replaced(chunk=chunk, **fields).with_media(media)
+        first, count = chunk.sound(self.size.frame_rate)  # of the sound of a clip to dub
+        left = max(0, min(count, self.media.latents - first))
+        media = dataclasses.replace(job.media, latents=left)
+        prompt = self.texts_of_windows[chunk.share(len(self.texts_of_windows))]
+        return job.replaced(chunk=chunk, image=tuple(images), prompt=prompt).with_media(media)
+
+    @property
+    def carried_names(self) -> list[str]:
+        """The names of what a window has of the one before."""
+        if not (self.chunk and self.chunk.taken):
+            return []
+        stages = ("s1", "s2")[: 1 + (self.size.two_stage and not self.skip_stage_2)]
+        kinds = "video", "audio", *["generated_keyframes"] * bool(self.chunk.held)
+        return [f"{chunks.CARRIED}{stage}_{kind}" for stage in stages for kind in kinds]
 
     @property
     def texts_of_windows(self) -> tuple[str, ...]:
@@ -281,9 +283,9 @@ class JobInputs(JobFields):
             return None
         strength = 1.0 if self.reference_strength is None else self.reference_strength
         frames, (scale, _) = self.size.num_frames, self.media.scales
-        start, carry = (self.chunk.start, self.chunk.taken) if self.chunk else (0, 0)
-        video = ReferenceVideo(self.reference_video, strength, start + frames, scale)
-        return dataclasses.replace(video, start=start, carry=carry)
+        place = (self.chunk.start, self.chunk.taken) if self.chunk else (0, 0)
+        video = ReferenceVideo(self.reference_video, strength, place[0] + frames, scale)
+        return dataclasses.replace(video, start=place[0], carry=place[1])
 
     @cached_property
     def reference_sound(self) -> ReferenceAudio | None:
@@ -374,7 +376,7 @@ class JobInputs(JobFields):
         """The frames of a stage's generated keyframes."""
         if self.dfr:
             return self.temporal.generated if self.temporal else dfr.keyframes(self.size.num_frames)
-        if self.chunk and not (upsampled and COMPAT[self.compat].plain_stage_2):
+        if self.chunk:
             return self.chunk.generated
         without = upsampled and COMPAT[self.compat].plain_stage_2
         count = 0 if without else self.num_generated_keyframes or 0
@@ -584,7 +586,7 @@ class JobInputs(JobFields):
         for image in self.images:
             image.check(self.output_size.num_frames)
         frames, count = self.size.num_frames, self.num_generated_keyframes or 0
-        if self.chunked:
+        if self.holds("chunked"):
             self._check_windows(count)
         if self.dfr and frames == 1:
             raise FieldError("{num_frames} 1: {dfr} renders motion, wanted 9 or more")
@@ -613,6 +615,10 @@ class JobInputs(JobFields):
             self.retake.check(self.size.seconds)
 
     def _check_windows(self, keyframes: int) -> None:
+        if COMPAT[self.compat].plain_stage_2:
+            raise FieldError(
+                f"{{chunked}} does not go with {{compat}} {self.compat}; leave one out"
+            )
         chunks.check(*self.window_frames, keyframes)
         windows, frames = len(self.clips), self.size.num_frames
         if len(self.prompts) > windows:

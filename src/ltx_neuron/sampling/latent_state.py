@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ltx_neuron.sampling import dfr
-from ltx_neuron.sampling.chunks import CARRIED, taken_sound
+from ltx_neuron.sampling.chunks import CARRIED, latents_of, taken_sound
 from ltx_neuron.sampling.compat import Compat
 from ltx_neuron.sampling.conditions import ImageCondition, held_mask
 from ltx_neuron.sampling.extension import Window
@@ -222,7 +222,7 @@ def initial_states(
     if temporal and temporal.holds:
         video = video.with_prefix(temporal.shared * rows * columns)
     if chunk and chunk.taken:
-        video = video.with_prefix(chunk.taken_latents * rows * columns)
+        video = video.with_prefix(latents_of(chunk.taken) * rows * columns)
         audio = audio.with_prefix(taken_sound(chunk.taken, inputs.size.frame_rate))
     if window:  # its latents are at the clip's times, all held except the new ones
         bounds = video_seconds(window.video + frames, frame_rate)

@@ -30,7 +30,6 @@ from pydantic import (
     ValidationError,
     ValidationInfo,
     field_validator,
-    model_validator,
 )
 from pydantic_core import ArgsKwargs, PydanticCustomError
 
@@ -461,14 +460,6 @@ class JobFields(
         default="euler",
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _turn_on_windows(cls, values: Any) -> Any:
-        """Any of the settings of windows turns them on."""
-        if isinstance(values, dict) and any(values.get(name) is not None for name in _OF_WINDOWS):
-            return values | {"chunked": True}
-        return values
-
     @classmethod
     def validated(cls, values: Mapping[str, Any], strict: bool | None = None) -> Self:
         """A job with these fields' values. strict: without conversions from text. Raises
@@ -534,6 +525,8 @@ class JobFields(
             return not self.holds(term.removeprefix("!"))
         if term == "guidance":
             return any(getattr(self, name) is not None for name in GuidanceFields.model_fields)
+        if term == "chunked" and any(getattr(self, name) is not None for name in _OF_WINDOWS):
+            return True
         name, _, expected = term.partition("=")
         value = getattr(self, name)
         if expected:
