@@ -155,13 +155,12 @@ class Decoder:
             yield DecodedClip(job, self.awaited(chunks), waveform, rate, ready)
 
     def pictures(
-        self, video: Tensor | None, seed: int, keyframes: dict[int, Tensor], exact: bool = False
+        self, video: Tensor | None, seed: int, keyframes: dict[int, Tensor], **exact: bool
     ) -> Generator[Tensor, None, None]:
-        """The frames of a video's latents, as of HostModels.decode_video."""
+        """The frames of a video's latents. exact: as of HostModels.decode_video."""
         if video is None:
             return
-        exactly = {"exact": True} if exact else {}
-        chunks = self.decode_video(video, seed=seed, keyframes=keyframes, **exactly)
+        chunks = self.decode_video(video, seed=seed, keyframes=keyframes, **exact)
         with self.recorder.phase("decode_video"):
             for chunk in chunks:
                 with self.recorder.paused():

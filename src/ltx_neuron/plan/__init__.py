@@ -258,14 +258,12 @@ def plan(
         gemma.check_tensor_parallel(tp)
 
     def stage_plans(of: Job) -> list[StagePlan]:
-        # All windows of an extended video are equal, those of DFR are not; windows of a chunked
-        # clip are if their graphs are.
+        # Windows are equal if their graphs are; those of an extended video always.
         stages = [stage._replace(window=None) for stage in of.stages]
         kinds = [(x._replace(chunk=None), *of.stage_buckets(x)) for x in stages]
         with export.fake_process_group(profile.world_size(tp), groups=mesh.groups(profile, tp)):
-            firsts = dict(zip(reversed(kinds), reversed(stages), strict=True))
-            model = profile, tp, torch_dtype
-            plans = {kind: _stage(config, of, s, *model) for kind, s in firsts.items()}
+            apart = dict(zip(kinds, stages, strict=True)).items()
+            plans = {kind: _stage(config, of, s, profile, tp, torch_dtype) for kind, s in apart}
         return [plans[kind] for kind in kinds]
 
     stages, weights = stage_plans(job), _dit_bytes(checkpoint, tp, torch_dtype)

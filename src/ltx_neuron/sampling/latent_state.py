@@ -125,6 +125,17 @@ class LatentState:
             keyframes_mask=marked,
         )
 
+    def with_keyframes(
+        self, planes: Tensor, frames: Sequence[int], frame_rate: float, denoise_mask: float
+    ) -> "LatentState":
+        """Append known keyframes. planes: (1, C, K, h, w), of these frames."""
+        state = self
+        for frame, plane in zip(frames, planes.split(1, dim=2), strict=True):
+            rows, columns = plane.shape[3:]
+            positions = keyframe_positions(rows, columns, frame, frame_rate)
+            state = state.append(patchify_video(plane), positions, denoise_mask)
+        return state
+
     def noised(
         self, generator: torch.Generator, scale: float, compat_1_0_0: bool = False
     ) -> Tensor:
@@ -198,10 +209,8 @@ def initial_states(
             bias = attention_bias(shape.numel(), groups, video.latent.dtype)
             video = replace(video, bias=bias)
     if temporal := inputs.temporal:
-        planes = tensors["given_keyframes"].split(1, dim=2)
-        for frame, plane in zip(temporal.given, planes, strict=True):
-            positions = keyframe_positions(rows, columns, frame, frame_rate)
-            video = video.append(patchify_video(plane), positions, held_mask(dfr.ANCHOR))
+        given = tensors["given_keyframes"], temporal.given, frame_rate
+        video = video.with_keyframes(*given, held_mask(dfr.ANCHOR))
     # They begin as noise or, in stage 2, as stage 1's planes (1, C, K, h, w).
     for number, frame in enumerate(keyframes):
         tokens, first = torch.zeros_like(video.latent[:, : rows * columns]), None
@@ -209,12 +218,9 @@ def initial_states(
             first = patchify_video(tensors["upsampled_keyframes"][:, :, number : number + 1])
         positions = keyframe_positions(rows, columns, frame, frame_rate)
         video = video.append(tokens, positions, 1.0, first, generated=True)
-    chunk, stage = inputs.chunk, f"{CARRIED}s{1 + upsampled}"
-    if chunk and chunk.held:
-        planes = tensors[f"{stage}_generated_keyframes"].split(1, dim=2)
-        for frame, plane in zip(chunk.held, planes, strict=True):
-            positions = keyframe_positions(rows, columns, frame, frame_rate)
-            video = video.append(patchify_video(plane), positions, 0.0)
+    if (chunk := inputs.chunk) and chunk.held:
+        planes = tensors[f"{CARRIED}s{1 + upsampled}_generated_keyframes"]
+        video = video.with_keyframes(planes, chunk.held, frame_rate, 0.0)
     if inputs.details(upsampled):
         half, scale = tensors["s2_reference_latent"], inputs.detailing_scale or 1
         positions = reference_positions(half.shape[2:], frame_rate, scale)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers import one_thread, randn  # noqa: F401
 from jobs import make_job, replace
+from printed import runs
 
 from ltx_neuron.denoise.start import starting_states
 from ltx_neuron.errors import UserError
@@ -71,13 +72,15 @@ def test_the_tokens_of_a_reference_that_touch_the_carry_are_not_seen(carry, scal
     assert video.dropped_latents == dropped and video.seen_shape(size) == (frames - dropped, *sides)
 
 
+@runs("sampling/inputs.py:_check_windows: --num-frames")
 def test_a_reference_is_read_from_the_first_frame_of_the_window():
     loras = (Lora("ic.safetensors", 1.0),)
     long, short = (ReferenceVideo("depth.mp4", 1.0, frames) for frames in (73, 65))
     windows = job(references=(long,), stage_1_loras=loras).windows
     assert [(w.references[0].start, w.references[0].carry) for w in windows] == [(0, 0), (24, 17), (48, 17)]
-    with pytest.raises(UserError, match="got 65 frames, wanted 73"):
+    with pytest.raises(UserError, match="got 65 frames, wanted 73.*type --num-frames 65"):
         job(references=(short,), stage_1_loras=loras)._check_windows(0)
+    job(65, references=(short,), stage_1_loras=loras)._check_windows(0)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +104,7 @@ def test_lengths_and_fields_that_cannot_be_are_refused_with_what_to_type(fields,
 
 
 def test_any_length_of_windows_turns_them_on():
-    assert make_job("a fox", chunk_blend_frames=0).chunked and not make_job("a fox").chunked
+    assert make_job("a fox", chunk_blend_frames=0).holds("chunked") and not make_job("a fox").holds("chunked")
 
 
 def tensors_of(window: Job, stage) -> dict[str, torch.Tensor]:

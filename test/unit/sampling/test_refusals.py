@@ -38,7 +38,7 @@ VALUES = {
     **dict.fromkeys(("video_conditioning", "conditioning_attention_mask"), ((FILE, 1.0),)),
     **dict.fromkeys(("lora", "ic_lora", "distilled_lora", "detailing_lora"), ((FILE,),)),
     **dict.fromkeys(("two_stage", "sound_only", "skip_stage_2", "stage_2_ic_lora", "tile"), True),
-    **dict.fromkeys(("images_as_guides", "dfr", "decode_with_keyframes"), True),
+    **dict.fromkeys(("images_as_guides", "dfr", "decode_with_keyframes", "chunked"), True),
     **dict.fromkeys(("height", "width", "tile_height", "tile_width"), 64),
     **dict.fromkeys(("audio_start_time", "start_time", "end_time"), 0.0),
     **dict.fromkeys(("audio_max_duration", "extend", "reference_audio_max_duration"), 1.0),
@@ -47,7 +47,7 @@ VALUES = {
     **{"image": [[FILE]], "audio_bed": -50.0, "regenerate": "video", "nag_scale": 11.0},
     **{"nag_alpha": 0.5, "nag_tau": 5.0, "num_frames": 9, "frame_rate": 25.0, "upscale": "both"},
     **{"auto_duration": (1, 2), "negative_prompt": "grey", "motion_speed": 0.5, "tail_frames": 8},
-    **{"identity_guidance_scale": 2.0, "reference_strength": 0.5},
+    **{"identity_guidance_scale": 2.0, "reference_strength": 0.5, "prompt": "a", "prompts": ["b", "c"]},
 }
 
 
