@@ -132,8 +132,7 @@ class Job(JobInputs):
 
     def of(self, stage: Stage) -> Self:
         """The job as its stage sees it: in DFR with the canvas, or as the job of a window."""
-        if self.windows:
-            assert stage.chunk
+        if stage.chunk and self.windows:
             return self.windows[stage.chunk.number]
         if not self.dfr or self.temporal:
             return self

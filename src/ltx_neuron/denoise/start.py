@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ltx_neuron.config.transformer import STREAMS
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.sampling import chunks, latents
 from ltx_neuron.sampling.compat import COMPAT
@@ -54,8 +55,9 @@ def starting_states(
         video, audio = latents.zeros(*shape, dtype)
         video, audio = tensors.get("video_latent", video), tensors.get("audio_latent", audio)
     if stage_job.chunk and stage_job.chunk.taken:
-        video = chunks.with_carry(video, tensors[f"{chunks.CARRIED}{stage.key}_video"])
+        held, heard = (tensors[f"{chunks.CARRIED}{stage.key}_{kind}"] for kind in STREAMS)
+        video = torch.cat([held, video[:, :, held.shape[2] :]], dim=2)
         if not stage_job.freezes_sound(stage.upsampled):
-            audio = chunks.with_carry(audio, tensors[f"{chunks.CARRIED}{stage.key}_audio"])
+            audio = torch.cat([heard, audio[:, :, heard.shape[2] :]], dim=2)
     inputs = tensors, (video, audio), images, COMPAT[job.compat], dtype
     return initial_states(stage_job, stage.upsampled, *inputs, stage.window)

@@ -37,19 +37,10 @@ class Film(Background):
     poll           called regularly during a wait; its error ends the waiting
     """
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        run: JobRun,
-        write: Callable[[DecodedClip], None] | None,
-        decode: bool,
-        waits: bool,
-        late: bool,
-        poll: Callable[[], None],
-    ):
+    def __init__(self, decoder: Decoder, run: JobRun, write, decode, waits, late, poll):
         super().__init__("film")
         self.decoder, self.run, self.write, self.decode = decoder, run, write, decode
-        self.waits, self.late, self._poll = waits, late, poll
+        self.waits, self.late, self.poll = waits, late, poll
         self.rate, self._waveform = decoder.host.sample_rate, torch.zeros(2, 0)
         self._tensors: dict[str, Tensor] = {}  # of all windows, unless they are written
         self._windows, self._made = Queue[_Window](), Future()
@@ -91,13 +82,13 @@ class Film(Background):
         """Raise the thread's error, or a rank's."""
         if self._made.done():
             self._made.result()
-        self._poll()
+        self.poll()
 
     def result(self) -> Result:
         """Wait for the last window."""
         job, tensors, self.run.tensors = self.run.job, self.run.tensors, {}
         if self.decode:
-            wait_for(self.submit(self._make) if self.late else self._made, self._poll)
+            wait_for(self.submit(self._make) if self.late else self._made, self.poll)
             self.decoder.recorder.finished(job.output_frames / job.output_frame_rate)
         whole = {name: tensors[name] for name in WHOLE if name in tensors}
         return Result(job, whole | self._tensors, self.rate)
@@ -110,9 +101,9 @@ class Film(Background):
         sound = None if job.sound else JoinedSound(self.rate, job.size.frame_rate)
         chunks = blended(self._decoded(sound))
         with closing(prefetch(chunks) if self.decoder.ahead else chunks) as chunks:
-            chunks, given = self.decoder.awaited(chunks), lambda: self._waveform
-            clip = DecodedClip(job, chunks, sound.whole if sound else given, self.rate)
-            clip.next_samples = sound.take if sound else None
+            frames, take = self.decoder.awaited(chunks), sound.take if sound else None
+            whole = lambda: sound.samples if sound else self._waveform  # noqa: E731
+            clip = DecodedClip(job, frames, whole, self.rate, next_samples=take)
             if self.write:
                 self.write(clip)
             else:
@@ -166,19 +157,19 @@ class JoinedSound:
 
     def __init__(self, rate: int, frame_rate: float):
         self.rate, self.frame_rate = rate, frame_rate
-        self._samples = torch.zeros(2, 0)  # that were not taken
+        self.samples = torch.zeros(2, 0)  # that were not taken
         self._fade = 0  # the last samples, which cross with the next window's
 
     def add(self, chunk: Chunk, waveform: Tensor) -> None:
         """Append the end of a window's waveform (2, n), as long as its own frames, and cross it
         with the end so far."""
-        own = min(waveform.shape[1], self._count(chunk.new_frames))
+        own = min(waveform.shape[1], self._count(chunk.frames - chunk.taken))
         kept = waveform[:, max(0, waveform.shape[1] - own - self._fade) :]
         if fade := kept.shape[1] - own:
             turn = torch.linspace(0, 1, fade) * torch.pi / 2
-            end = self._samples[:, -fade:]
+            end = self.samples[:, -fade:]
             end.copy_(end * turn.cos() + kept[:, :fade] * turn.sin())
-        self._samples = torch.cat([self._samples, kept[:, fade:]], 1)
+        self.samples = torch.cat([self.samples, kept[:, fade:]], 1)
         self._fade = min(round(FADE_SECONDS * self.rate), self._count(chunk.blend))
 
     def _count(self, frames: int) -> int:
@@ -187,11 +178,7 @@ class JoinedSound:
     def take(self, start: int, end: int) -> Tensor:
         """The samples from `start`, where the last ones ended, to `end`, or as many as will not
         change."""
-        ready = self._samples.shape[1] - self._fade
-        block, rest = self._samples.tensor_split([max(0, min(end - start, ready))], 1)
-        self._samples = rest.clone()
+        ready = self.samples.shape[1] - self._fade
+        block, rest = self.samples.tensor_split([max(0, min(end - start, ready))], 1)
+        self.samples = rest.clone()
         return block
-
-    def whole(self) -> Tensor:
-        """All samples that were not taken."""
-        return self._samples

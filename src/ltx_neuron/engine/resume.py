@@ -111,15 +111,13 @@ class JobRun:
         """Whether all stages of the window have."""
         return not any(x.chunk and x.chunk.number == self.window for x in self.stages_left)
 
-    def begin_window(self, number: int) -> None:
-        """Go on to a window of a chunked clip, with what it has of the one before."""
-        if number == self.window:
-            return
-        before, of = self.job.windows[self.window], self.job.windows[number]
+    def begin_next_window(self) -> None:
+        """Keep of the tensors what the next window of a chunked clip has of this one."""
+        before, of = self.job.windows[self.window : self.window + 2]
         assert before.chunk
         carried = carry(before.chunk, of.carried_names, of.size.frame_rate, self.tensors)
         kept = {name: self.tensors[name] for name in WHOLE if name in self.tensors}
-        self.tensors, self.window = kept | carried, number
+        self.tensors, self.window = kept | carried, self.window + 1
 
 
 def state_path(output_path: Path) -> Path:

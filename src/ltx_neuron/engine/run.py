@@ -127,8 +127,8 @@ class Engine:
         models, host, recorder = self.residency, self.host, self.recorder
         for stage in run.stages_left:
             self.lines.size = str(run.job.size)
-            if stage.chunk:
-                run.begin_window(stage.chunk.number)
+            if stage.chunk and stage.chunk.number > run.window:
+                run.begin_next_window()
             tensors = run.tensors
             # The weights, the input sounds and videos, and the latents of the stage before.
             job, phase = run.job.of(stage), f"denoise_{stage.name}"

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import islice
 from typing import Any
 
 import torch
@@ -104,17 +103,16 @@ class ClipPlanner:
     price: Price | None = None
 
     def planned(self) -> ClipPlan:
-        parts, stages = [self], iter(self.plan.stages)
-        if self.job.windows:
-            plans = ([*islice(stages, len(window.stages))] for window in self.job.windows)
-            pairs = zip(self.job.windows, plans, strict=True)
-            parts = [replace(self, job=job, plan=replace(self.plan, stages=x)) for job, x in pairs]
+        of, count, parts = self.plan.stages, len(self.job.clips[0].stages), []
+        for number, job in enumerate(self.job.clips):
+            plan = replace(self.plan, stages=of[number * count : (number + 1) * count])
+            parts.append(replace(self, job=job, plan=plan))
         first = [*self._text(), *self._inputs()]
         first += _together(row for part in parts for row in part._denoising())
         # An input sound is muxed unchanged.
-        sound = [] if self.job.sound else _together(part._sound() for part in parts)
-        video = [] if self.job.sound_only else _together(part._video() for part in parts)
-        last = [*video, *sound, *[self._mp4()] * bool(video)]
+        last = [] if self.job.sound else _together(part._sound() for part in parts)
+        if not self.job.sound_only:
+            last = [*_together(part._video() for part in parts), *last, self._mp4()]
         rows, seconds, batch_seconds = [*first, *last], None, None
         if all(row.seconds is not None for row in rows):
             before = sum(row.seconds or 0 for row in first)

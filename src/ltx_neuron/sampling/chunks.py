@@ -10,7 +10,6 @@ Source: ltx-pipelines 1.4, chunks/layout.py and planner.py.
 from collections.abc import Iterable
 from typing import NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -18,7 +17,7 @@ from ltx_neuron.errors import FieldError
 from ltx_neuron.sampling.latents import between_keyframes
 from ltx_neuron.sampling.shapes import TIME_SCALE, audio_latent_frames
 
-_LEAST_CARRY = 17
+_LEAST_CARRY, _MOST = 17, 100_001  # frames
 CARRIED = "carried_"  # prefix of what a window has of the one before, by its --save-tensors name
 
 
@@ -40,10 +39,6 @@ class Chunk(NamedTuple):
         return f"window {self.number + 1} of {self.count}"
 
     @property
-    def new_frames(self) -> int:
-        return self.frames - self.taken
-
-    @property
     def carried(self) -> tuple[int, ...]:
         """The numbers of its keyframes that the next window has too."""
         first = self.frames - self.given
@@ -52,10 +47,6 @@ class Chunk(NamedTuple):
     def share(self, count: int) -> int:
         """Which of `count` things, dealt out evenly to the windows, is this window's."""
         return self.number * count // self.count
-
-    def owns(self, frame: int) -> bool:
-        """Whether it generates a frame of the clip."""
-        return self.start + self.taken <= frame < self.start + self.frames
 
     def sound(self, frame_rate: float) -> tuple[int, int]:
         """Its first audio latent among the clip's, and how many it has."""
@@ -101,11 +92,6 @@ def sounds_of(chunk: Chunk, frame_rate: float, tensors: dict[str, Tensor]) -> di
     return parts
 
 
-def with_carry(latent: Tensor, held: Tensor) -> Tensor:
-    """Initial latents (1, C, N, ...) that begin with those of the window before."""
-    return torch.cat([held, latent[:, :, held.shape[2] :]], dim=2)
-
-
 def layout(
     num_frames: int, window: int, taken: int, blend: int, keyframes: int = 0
 ) -> tuple[Chunk, ...]:
@@ -135,20 +121,16 @@ def layout(
 
 def check(window: int, taken: int, blend: int, keyframes: int) -> None:
     """Raise FieldError for impossible lengths of windows."""
-    for name, frames, least in (("carry", taken, _LEAST_CARRY), ("pixel", window, taken + 8)):
-        nearest = -(-(max(least, frames) - 1) // TIME_SCALE) * TIME_SCALE + 1
-        if frames != nearest:
-            name = f"{{chunk_{name}_frames}}"
-            raise FieldError(
-                f"{name} {frames}: wanted 8k+1, {least} or more; type {name} {nearest}"
-            )
     new = window - taken
-    for name, count, most in (
-        ("chunk_blend_frames", blend, min(taken, new - 1)),
-        ("num_generated_keyframes", keyframes, new - 2),
+    for name, value, least, most, unit in (
+        ("chunk_carry_frames", taken, _LEAST_CARRY, _MOST, TIME_SCALE),
+        ("chunk_pixel_frames", window, taken + TIME_SCALE, _MOST, TIME_SCALE),
+        ("chunk_blend_frames", blend, 0, min(taken, new - 1), 1),
+        ("num_generated_keyframes", keyframes, 0, new - 2, 1),
     ):
-        if count > most:
+        nearest = min(max(-(-(value - 1) // unit) * unit + 1, least), most)
+        if value != nearest:
             raise FieldError(
-                f"{{{name}}} {count}: wanted at most {most} with a carry of {taken} in a"
-                f" window of {window} frames"
+                f"{{{name}}} {value}: wanted {'8k+1, ' * (unit > 1)}{least} to {most} for windows"
+                f" of {window} frames with a carry of {taken}; type {{{name}}} {nearest}"
             )

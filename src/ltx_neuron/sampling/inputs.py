@@ -15,7 +15,6 @@ import torch
 from ltx_neuron.errors import FieldError, flag_of
 from ltx_neuron.files import check_readable
 from ltx_neuron.sampling import chunks, dfr, rules
-from ltx_neuron.sampling.chunks import Chunk
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditions import (
     CARRY_FRAMES,
@@ -97,7 +96,7 @@ class JobInputs(JobFields):
     # The stages use the ancestral Euler sampler; the checkpoint's release determines this
     ancestral: bool = False
     temporal: TemporalWindow | None = None  # of a job that is one window of dfr: the window
-    chunk: Chunk | None = None  # of a job that is one window of a chunked one: the window
+    chunk: chunks.Chunk | None = None  # of a job that is one window of a chunked one: the window
 
     @cached_property
     def media(self) -> Media:
@@ -198,12 +197,12 @@ class JobInputs(JobFields):
         frames, keyframes = self.size.num_frames, self.num_generated_keyframes or 0
         return tuple(map(self._window, chunks.layout(frames, *self.window_frames, keyframes)))
 
-    def _window(self, chunk: Chunk) -> Self:
+    def _window(self, chunk: chunks.Chunk) -> Self:
         job = self.resized(dataclasses.replace(self.size, num_frames=chunk.frames))
         images = (
             dataclasses.replace(image, frame_index=image.frame_index - chunk.start)
             for image in self.placed
-            if chunk.owns(image.frame_index)
+            if chunk.taken <= image.frame_index - chunk.start < chunk.frames
         )
         first, count = chunk.sound(self.size.frame_rate)  # of the sound of a clip to dub
         left = max(0, min(count, self.media.latents - first))
@@ -621,10 +620,10 @@ class JobInputs(JobFields):
             )
         chunks.check(*self.window_frames, keyframes)
         windows, frames = len(self.clips), self.size.num_frames
-        if len(self.prompts) > windows:
+        if (count := len(self.prompts or ())) > windows:
             raise FieldError(
-                f"{{prompts}}: got {len(self.prompts)} for {windows} windows; type fewer, or a"
-                " larger {num_frames}"
+                f"{{prompts}}: got {count} for {windows} windows; type fewer, or a larger"
+                " {num_frames}"
             )
         moving = [video.num_frames for video in self.references if not video.still]
         if windows > 1 and (got := min(moving, default=frames)) < frames:

@@ -103,17 +103,10 @@ def _listed(value: Any) -> Any:
     return value if value is None or isinstance(value, list | tuple) else [value]
 
 
-def _texts(value: Any) -> Any:
-    """The texts of a flag that may be repeated, in one list."""
-    rows = [[row] if isinstance(row, str) else row for row in _listed(value)]
-    nested = all(isinstance(row, list | tuple) for row in rows)
-    return [text for row in rows for text in row] if nested else value
-
-
 Duration = Annotated[
     AutoDuration | None, BeforeValidator(lambda value: AutoDuration() if value == [] else value)
 ]
-Texts = Annotated[tuple[str, ...], BeforeValidator(_texts)]
+Texts = Annotated[tuple[str, ...] | None, BeforeValidator(_listed)]
 Blocks = Annotated[tuple[int, ...] | None, BeforeValidator(_listed)]
 
 
@@ -332,16 +325,12 @@ class ConditionFields(Fields):
         "LTX-2.5, two stages: diffusion fidelity rendering, with keyframes at equal distances and"
         " --detailing-lora"
     )
-    chunked: StrictBool = _switch(
-        "a clip of any length, in windows that each begin with the end of the one before"
-    )
+    chunked: StrictBool = _switch("a clip of any length, in windows that continue each other")
     chunk_pixel_frames: conditions.Frames | None = _option(
-        f"frames of each window of --chunked, 8k+1 (default: {conditions.WINDOW_FRAMES})", "N"
+        f"frames of a window of --chunked, 8k+1 (default: {conditions.WINDOW_FRAMES})", "N"
     )
     chunk_carry_frames: conditions.Frames | None = _option(
-        "frames that a window keeps of the one before, 8k+1, 17 or more (default:"
-        f" {conditions.CARRY_FRAMES})",
-        "N",
+        f"frames of the last window that a window keeps (default: {conditions.CARRY_FRAMES})", "N"
     )
     chunk_blend_frames: conditions.Keyframes | None = _option(
         "frames over which two windows are blended; 0: a hard cut (default: the carry)", "N"
@@ -444,9 +433,7 @@ class JobFields(
 
     prompt: str = _option("description of the video and its sound", "TEXT", default="")
     prompts: Texts = _option(
-        "of --chunked: several descriptions in order, dealt out evenly to the windows",
-        "TEXT ...",
-        default=(),
+        "of --chunked: several descriptions in order, dealt out evenly to the windows", "[TEXT ...]"
     )
     recipe: Literal[RECIPES] = _option(
         VideoFields.model_fields["recipe"].description, default="distilled"

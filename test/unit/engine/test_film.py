@@ -44,12 +44,12 @@ def test_sounds_cross_in_40_ms_without_a_step_and_as_many_samples_are_taken_as_w
         whole.add(window, piece)
         parts.add(window, piece)
         taken.append(parts.take(sum(x.shape[1] for x in taken), 10**9))
-    assert torch.equal(torch.cat(taken, 1), whole.whole()) and parts.whole().shape[1] == 0
+    assert torch.equal(torch.cat(taken, 1), whole.samples) and parts.samples.shape[1] == 0
     # cos and sin of one sound: at most its square root of two, and the same one everywhere else
-    assert whole.whole().shape == sound.shape
+    assert whole.samples.shape == sound.shape
     crossed = slice(round(41 / RATE * SOUND) - 1920, round(41 / RATE * SOUND))
-    assert torch.equal(whole.whole()[:, : crossed.start], sound[:, : crossed.start])
-    assert (whole.whole()[:, crossed] - sound[:, crossed]).abs().max() < 0.25
+    assert torch.equal(whole.samples[:, : crossed.start], sound[:, : crossed.start])
+    assert (whole.samples[:, crossed] - sound[:, crossed]).abs().max() < 0.25
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["decoded sound", "the sound of a file"])
