@@ -54,10 +54,12 @@ def starting_states(
         shape = stage.height, stage.width, stage_job.size.num_frames, stage_job.size.frame_rate
         video, audio = latents.zeros(*shape, dtype)
         video, audio = tensors.get("video_latent", video), tensors.get("audio_latent", audio)
+    held = heard = video[:, :, :0]  # what a window begins with
     if stage_job.chunk and stage_job.chunk.taken:
         held, heard = (tensors[f"{chunks.CARRIED}{stage.key}_{kind}"] for kind in STREAMS)
         video = torch.cat([held, video[:, :, held.shape[2] :]], dim=2)
         if not stage_job.freezes_sound(stage.upsampled):
             audio = torch.cat([heard, audio[:, :, heard.shape[2] :]], dim=2)
     inputs = tensors, (video, audio), images, COMPAT[job.compat], dtype
-    return initial_states(stage_job, stage.upsampled, *inputs, stage.window)
+    states = initial_states(stage_job, stage.upsampled, *inputs, stage.window)
+    return states[0].with_prefix(held[0, 0].numel()), states[1].with_prefix(heard.shape[2])

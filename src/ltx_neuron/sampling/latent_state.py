@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ltx_neuron.sampling import dfr
-from ltx_neuron.sampling.chunks import CARRIED, latents_of, taken_sound
+from ltx_neuron.sampling.chunks import CARRIED
 from ltx_neuron.sampling.compat import Compat
 from ltx_neuron.sampling.conditions import ImageCondition, held_mask
 from ltx_neuron.sampling.extension import Window
@@ -80,7 +80,7 @@ class LatentState:
 
     def _pinned(self, kept: Tensor) -> "LatentState":
         """Keep some frames, or tokens, as in `latent`. kept: (F,) or (T,) bool."""
-        tokens = kept.repeat_interleave(len(self.denoise_mask) // len(kept))[:, None]
+        tokens = kept.repeat_interleave(len(self.denoise_mask) // max(1, len(kept)))[:, None]
         return replace(self, denoise_mask=self.denoise_mask.masked_fill(tokens, 0))
 
     def seen_by(self, tile: Tile, tokens: Tensor) -> "LatentState":
@@ -189,8 +189,7 @@ def initial_states(
     video = video_state(
         start[0], frame_rate, images, compat.conditioning, positions_dtype, inputs.images_as_guides
     )
-    audio = audio_state(start[1])
-    keyframes = inputs.generated_keyframes(upsampled)
+    audio, keyframes = audio_state(start[1]), inputs.generated_keyframes(upsampled)
     if references := inputs.appended_references(upsampled):
         counts, images_end = [], len(video.denoise_mask)
         names = reference_names(len(references), upsampled)
@@ -209,8 +208,8 @@ def initial_states(
             bias = attention_bias(shape.numel(), groups, video.latent.dtype)
             video = replace(video, bias=bias)
     if temporal := inputs.temporal:
-        given = tensors["given_keyframes"], temporal.given, frame_rate
-        video = video.with_keyframes(*given, held_mask(dfr.ANCHOR))
+        planes, mask = tensors["given_keyframes"], held_mask(dfr.ANCHOR)
+        video = video.with_keyframes(planes, temporal.given, frame_rate, mask)
     # They begin as noise or, in stage 2, as stage 1's planes (1, C, K, h, w).
     for number, frame in enumerate(keyframes):
         tokens, first = torch.zeros_like(video.latent[:, : rows * columns]), None
@@ -227,9 +226,6 @@ def initial_states(
         video = video.append(patchify_video(half), positions, 0.0)
     if temporal and temporal.holds:
         video = video.with_prefix(temporal.shared * rows * columns)
-    if chunk and chunk.taken:
-        video = video.with_prefix(latents_of(chunk.taken) * rows * columns)
-        audio = audio.with_prefix(taken_sound(chunk.taken, inputs.size.frame_rate))
     if window:  # its latents are at the clip's times, all held except the new ones
         bounds = video_seconds(window.video + frames, frame_rate)
         origin = bounds[window.video].item()
