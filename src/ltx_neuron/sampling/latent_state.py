@@ -194,10 +194,10 @@ def initial_states(
         counts, images_end = [], len(video.denoise_mask)
         names = reference_names(len(references), upsampled)
         for reference, latent in zip(references, map(tensors.__getitem__, names), strict=True):
-            scales = reference.space_scale, reference.time_scale
-            seen = reference.dropped_latents * latent[0, 0, 0].numel()  # from this token on
-            tokens = patchify_video(latent)[:, seen:]
-            positions = reference_positions(latent.shape[2:], frame_rate, *scales)[:, :, seen:]
+            tokens, scales = patchify_video(latent), (reference.space_scale, reference.time_scale)
+            positions = reference_positions(latent.shape[2:], frame_rate, *scales)
+            dropped = reference.dropped_latents * latent[0, 0, 0].numel()
+            tokens, positions = tokens[:, dropped:], positions[:, :, dropped:]
             first = tokens if compat.conditioning else None
             video = video.append(tokens, positions, held_mask(reference.strength), first)
             counts.append(tokens.shape[1])
@@ -205,8 +205,7 @@ def initial_states(
             masked = zip(counts, weights[0].split(counts), strict=True)
             generated = len(keyframes) * rows * columns
             groups = (images_end - shape.numel(), None), *masked, (generated, None)
-            bias = attention_bias(shape.numel(), groups, video.latent.dtype)
-            video = replace(video, bias=bias)
+            video = replace(video, bias=attention_bias(shape.numel(), groups, video.latent.dtype))
     if temporal := inputs.temporal:
         planes, mask = tensors["given_keyframes"], held_mask(dfr.ANCHOR)
         video = video.with_keyframes(planes, temporal.given, frame_rate, mask)
