@@ -52,10 +52,13 @@ def test_sounds_cross_in_40_ms_without_a_step_and_as_many_samples_are_taken_as_w
     assert (whole.samples[:, crossed] - sound[:, crossed]).abs().max() < 0.25
 
 
-@pytest.mark.parametrize("given", [False, True], ids=["decoded sound", "the sound of a file"])
-def test_flash_and_click_of_every_second_stay_within_a_frame_over_the_whole_clip(given, tmp_path):
-    """The windows' decoders are stand-ins that show a flash and sound a click at each second of the clip. With a file's
-    sound, pictures are decoded ahead, and windows do not wait."""
+@pytest.mark.parametrize(
+    ("given", "ahead", "late"),
+    [(False, False, False), (True, True, False), (False, False, True)],
+    ids=["decoded sound", "the sound of a file, decoded ahead", "all windows at the end"],
+)
+def test_flash_and_click_of_every_second_stay_within_a_frame_over_the_whole_clip(given, ahead, late, tmp_path):
+    """The windows' decoders are stand-ins that show a flash and sound a click at each second of the clip."""
     import av
 
     frames = 41 + 24 * 7
@@ -83,10 +86,10 @@ def test_flash_and_click_of_every_second_stay_within_a_frame_over_the_whole_clip
         return clicks(chunk.start / RATE, rows * HOP / SOUND)
 
     host = SimpleNamespace(sample_rate=SOUND)
-    decoder, run = Decoder(host, Recorder(), given, pictures, sound), JobRun(job)
+    decoder, run = Decoder(host, Recorder(), ahead, pictures, sound), JobRun(job)
     path, heard, seen = tmp_path / "storm.mp4", [], []
     whole = {"waveform": clicks(0, 9), "waveform_rate": torch.tensor(SOUND)}
-    with Film(decoder, run, lambda clip: clip.write(path), True, not given, False, lambda: None) as film:
+    with Film(decoder, run, lambda clip: clip.write(path), True, not ahead, late, lambda: None) as film:
         for chunk in chunks:
             run.window = chunk.number
             run.tensors = {"s1_video": torch.zeros(1), "s1_audio": torch.tensor(chunk.number)} | whole
