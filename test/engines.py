@@ -66,7 +66,7 @@ def _drawn(config: TransformerConfig, seed: int) -> list[Tensor]:
 
 def give_contexts(engine: Engine, job: Job, draw: Callable[[str], list[Tensor]]) -> None:
     """Have the engine take a job's prompts as encoded."""
-    prompts = replace(job, compat=engine.options.compat).prompts
+    prompts = replace(job, compat=engine.options.compat).texts
     engine._contexts[engine.workspace.text_loras(job), prompts] = [
         Contexts(*draw(prompt), torch.ones(1, TEXT_TOKENS), None) for prompt in prompts
     ]

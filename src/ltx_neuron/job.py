@@ -16,6 +16,7 @@ from ltx_neuron.errors import FieldError
 from ltx_neuron.host.facts import read_media, upscaling
 from ltx_neuron.models.signatures import NO_VOICE
 from ltx_neuron.sampling import dfr, rules
+from ltx_neuron.sampling.chunks import Chunk
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.extension import Window
 from ltx_neuron.sampling.guidance import (
@@ -60,6 +61,7 @@ class Stage(NamedTuple):
     sampler: str = "euler"  # a key of SAMPLERS
     window: Window | None = None  # of an extended video: each has its own stage 1
     temporal: dfr.TemporalWindow | None = None  # of DFR: each window of a round is a stage
+    chunk: Chunk | None = None  # of a chunked clip: the window whose stage it is
 
     @property
     def key(self) -> str:
@@ -70,15 +72,17 @@ class Stage(NamedTuple):
     @property
     def title(self) -> str:
         """Its name for users: "stage 1", "window 2 of 3"."""
-        window = self.window or self.temporal
-        return window.title if window else self.name.replace("_", " ")
+        window, name = self.window or self.temporal, self.name.replace("_", " ")
+        if self.chunk:
+            return f"{self.chunk.title}, {name}"
+        return window.title if window else name
 
     @property
     def noise(self) -> tuple[int, float]:
         """Of the ancestral sampler: what is added to the seed, and eta."""
         if self.temporal:
             return self.temporal.seed, dfr.ETA
-        return STAGE_SEED * (1 + self.upsampled), 1.0
+        return STAGE_SEED * (1 + self.upsampled) + (self.chunk.number if self.chunk else 0), 1.0
 
     @property
     def steps(self) -> int:
@@ -129,6 +133,8 @@ class Job(JobInputs):
 
     def of(self, stage: Stage) -> Self:
         """The job as its stage sees it: in DFR with the canvas, or as the job of a window."""
+        if stage.chunk and self.windows:
+            return self.windows[stage.chunk.number]
         if not self.dfr or self.temporal:
             return self
         fields = self.rendering.fields_of(self.placed, stage.temporal)
@@ -141,6 +147,8 @@ class Job(JobInputs):
 
         Distilled: 8 steps (and 3, and 4 of a window). Dev: a guided first stage.
         """
+        if self.windows:
+            return tuple(chain.from_iterable(window.stages for window in self.windows))
         size, sampler, guided = self.size, self.sampler, self.guided
         first = size.first.sides
         clip = math.prod(video_latent_shape(*first, size.num_frames))
@@ -152,6 +160,7 @@ class Job(JobInputs):
             loras = loras[1], loras[1] + self.detailing_loras
         stage_1 = "ancestral" if self.ancestral else sampler
         half = Stage("stage_1", *first, sigmas, guided, loras=loras[0], sampler=stage_1)
+        half = half._replace(chunk=self.chunk)
         if self.extension:
             return tuple(half._replace(window=window) for window in self.extension.windows)
         if not size.two_stage or self.skip_stage_2:
@@ -159,7 +168,7 @@ class Job(JobInputs):
         refining = ("res_2s",) if COMPAT[self.compat].plain_stage_2 else ("res_2s", "ancestral")
         stage_2 = stage_1 if stage_1 in refining else "euler"
         full = Stage("stage_2", size.height, size.width, STAGE_2_SIGMAS, sampler=stage_2)
-        full = full._replace(upsampled=True, loras=loras[1])
+        full = full._replace(upsampled=True, loras=loras[1], chunk=self.chunk)
         third = full._replace(name="stage_3", loras=loras[0], sigmas=DISTILLED_SIGMAS[4:])
         third = third._replace(sampler="ancestral")
         return half, full, *(third._replace(temporal=window) for window in self.rendering.windows)
@@ -193,9 +202,10 @@ class Job(JobInputs):
 
     @property
     def latent_shape(self) -> tuple[int, int, int]:
-        """(F, h, w) of the decoded video latents, before --upscale."""
+        """(F, h, w) of the decoded video latents, before --upscale; of a chunked clip, those of
+        its first window."""
         stage, longer = self.stages[-1], self.extension
-        frames = self.rendering.frames if self.dfr else self.size.num_frames
+        frames = self.rendering.frames if self.dfr else self.clips[0].size.num_frames
         shape = video_latent_shape(stage.height, stage.width, frames)
         return (longer.video_latents, *shape[1:]) if longer else shape
 
@@ -221,8 +231,9 @@ class Job(JobInputs):
 
     def stage_tiles(self, stage: Stage) -> list[tuple[Tile, Tensor]]:
         """The tiles of a stage, each with the tokens that it sees; none if it is not tiled."""
-        canvas = _, *sides = video_latent_shape(stage.height, stage.width, self.size.num_frames)
-        appended = self.appended(stage.upsampled, *sides)
+        of = self.of(stage)
+        canvas = _, *sides = video_latent_shape(stage.height, stage.width, of.size.num_frames)
+        appended = of.appended(stage.upsampled, *sides)
         return [(tile, tile.tokens(canvas, appended)) for tile in self.tiles(*sides)]
 
     def stage_buckets(self, stage: Stage, timesteps: int | None = None) -> list[Bucket]:
@@ -236,15 +247,15 @@ class Job(JobInputs):
         of = self.of(stage)
         canvas = _, *sides = video_latent_shape(stage.height, stage.width, of.size.num_frames)
         shapes = canvas, *(tokens.shape for tokens in of.appended(stage.upsampled, *sides))
-        references, window = self.appended_references(stage.upsampled), of.temporal
+        references, window = of.appended_references(stage.upsampled), of.temporal
         sounds = 0 if self.silent or (window and not window.holds) else of.size.audio_frames
         return Bucket(
             video_tokens=sum(map(math.prod, shapes)),
-            audio_tokens=sounds + self.appended_audio(stage.upsampled),
+            audio_tokens=sounds + of.appended_audio(stage.upsampled),
             timesteps=timesteps or of.timesteps(stage.upsampled),
             max_steps=stage.max_steps,
             guided=stage.guided,
-            audio_timesteps=self.audio_timesteps(stage.upsampled),
+            audio_timesteps=of.audio_timesteps(stage.upsampled),
             biased=bool(references and self.attention_mask),
             nag=self.nag is not None,
             identity=stage.guided and self.identity_scale != 0,
@@ -334,30 +345,32 @@ class Job(JobInputs):
         return 2 * frames - 1 if "temporal" in UPSCALES.get(self.upscale, ()) else frames
 
     @property
-    def prompts(self) -> tuple[str, ...]:
-        """The prompts to encode: the prompt, and the negative one if a pass or NAG uses it; none
-        of HDR."""
+    def texts(self) -> tuple[str, ...]:
+        """The prompts to encode: the prompt or those of the windows, and the negative one if a pass
+        or NAG uses it; none of HDR."""
         if self.text_embeddings is not None:
             return ()
         uncond = self.guided and "uncond" in self.resolved_guidance.passes()
         if not uncond and self.nag is None:
-            return (self.prompt,)
+            return self.texts_of_windows
         default = SHORT_NEGATIVE_PROMPT if COMPAT[self.compat].short_negative else NEGATIVE_PROMPT
         default = MATTE_NEGATIVE_PROMPT if self.alpha_gen else default
-        return self.prompt, default if self.negative_prompt is None else self.negative_prompt
+        negative = default if self.negative_prompt is None else self.negative_prompt
+        return *self.texts_of_windows, negative
 
     # --- checks -----------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raise UserError for every mistake that can be detected before a model loads."""
         self.check_shape()
-        if not self.prompt.strip() and not self.references:  # Alpha-Gen wants an empty one
+        prompts = self.texts_of_windows
+        if not all(map(str.strip, prompts)) and not self.references:  # Alpha-Gen wants an empty one
             raise FieldError(
                 "{prompt} is empty; type for example {prompt} 'a golden retriever runs across a"
                 " meadow'"
             )
         try:
-            f"{self.prompt}{self.negative_prompt}".encode()
+            f"{''.join(prompts)}{self.negative_prompt}".encode()
         except UnicodeEncodeError:
             raise FieldError(
                 "{prompt} is not UTF-8 text; type it again in a UTF-8 terminal or file"

@@ -145,9 +145,8 @@ def latents_of(job: Job, workspace: Workspace) -> dict[str, Tensor]:
 
 def set_contexts(engine: Engine, job: Job) -> None:
     streams = engine.workspace.transformer.video, engine.workspace.transformer.audio
-    engine._contexts[engine.workspace.text_loras(job), job.prompts] = [
-        Contexts(*(randn(1, 1024, s.inner, seed=seed) for s in streams), None, None)
-        for seed, _ in enumerate(job.prompts)
+    engine._contexts[engine.workspace.text_loras(job), job.texts] = [
+        Contexts(*(randn(1, 1024, s.inner, seed=seed) for s in streams), None, None) for seed, _ in enumerate(job.texts)
     ]
 
 

@@ -81,20 +81,21 @@ def needs(workspace: Workspace, jobs: list[Job], options: RunOptions) -> Iterato
         yield workspace.weight_set("dit", loras)
     for buckets, job in {tuple(job.buckets_to_compile): job for job in jobs}.items():
         yield from workspace.dit_graphs(buckets, job)
-    if options.neuron_gemma and (prompted := [job for job in jobs if job.prompts]):
+    if options.neuron_gemma and (prompted := [job for job in jobs if job.texts]):
         for loras in dict.fromkeys(map(workspace.text_loras, prompted)):
             yield workspace.weight_set("gemma3", loras)
         yield from workspace.text_graphs()
     if options.neuron_vae:
         yield from map(workspace.weight_set, workspace.profile.vae_models)
-        with_picture = (job for job in jobs if not (job.sound_only or job.media.hdr))
+        pictured = (job for job in jobs if not (job.sound_only or job.media.hdr))
+        with_picture = (clip for job in pictured for clip in job.clips)
         for clip in dict.fromkeys(upscaled(job.latent_shape, job.upscale) for job in with_picture):
             yield from workspace.decoder_graphs(clip)
         for job in {tuple(workspace.encoder_tiles(job)): job for job in jobs}.values():
             yield from workspace.encoder_graphs(job)
     if sound_on_ranks(workspace, options):
         # An input sound is not decoded.
-        decoded = [job for job in jobs if not (job.sound or job.silent)]
+        decoded = [clip for job in jobs if not (job.sound or job.silent) for clip in job.clips]
         sizes = {job.audio_latents: size for job in decoded if (size := sound_size(job))}
         for latents, size in sizes.items():
             yield from workspace.sound_graphs(latents, size)

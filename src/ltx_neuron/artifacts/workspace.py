@@ -621,9 +621,9 @@ def job_flags(job: Job) -> list:
 
 
 def compiled_size(job: Job) -> dict[str, Any]:
-    """The entry of a manifest whose graphs are compiled for a job."""
+    """The entry of a manifest whose graphs are compiled for a job, or for its windows."""
     inputs = {"inputs": job.own_graphs} if job.own_graphs else {}
-    return dataclasses.asdict(job.size) | {"recipe": job.recipe} | inputs
+    return dataclasses.asdict(job.clips[0].size) | {"recipe": job.recipe} | inputs
 
 
 def size_title(size: Mapping[str, Any]) -> str:

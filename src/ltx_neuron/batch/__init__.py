@@ -34,7 +34,7 @@ from ltx_neuron.engine.outputs import (
     write_sidecar,
 )
 from ltx_neuron.engine.preflight import RunOptions
-from ltx_neuron.engine.resume import JobRun, restore_state, save_state, state_path
+from ltx_neuron.engine.resume import JobRun, remove_state, restore_state, save_state, state_path
 from ltx_neuron.engine.run import Engine, JobFailure
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import check_readable, write_json
@@ -216,7 +216,7 @@ def run(
         line = line_of(clip.job)
         write(clip, folder / line.file)
         results.done(line)
-        state_of(clip.job).unlink(missing_ok=True)
+        remove_state(state_of(clip.job))
 
     engine.on_stage_end = lambda run: save_state(state_of(run.job), run, identity_of(run.job))
     jobs = [line.job for line in pending.values()]

@@ -54,7 +54,7 @@ def arguments(argv: list[str], verb: str = "generate") -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.deciding = words_of(parser, parser.words, lambda dest: dest in verbs.DECIDING)
     if verb == "batch":
-        if file := args.prompts:
+        if file := args.prompts_path:
             words = [word for word in args.deciding if word != str(file)]
             args.prompts_file, args.deciding = file, ["--prompts-file", str(file), *words]
         elif not args.prompts_file:

@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
+from ltx_neuron.config.transformer import STREAMS
 from ltx_neuron.job import Job, Stage
-from ltx_neuron.sampling import latents
+from ltx_neuron.sampling import chunks, latents
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.dfr import CLIPS
@@ -39,6 +40,8 @@ def starting_states(
     images   each with its latent (1, 128, 1, h, w) at this stage's size
     """
     stage_job, tensors = job.of(stage), dict(tensors)
+    if stage_job.chunk:
+        tensors |= chunks.sounds_of(stage_job.chunk, stage_job.size.frame_rate, tensors)
     if stage.temporal:
         tensors |= job.rendering.start(stage.temporal, tensors)
         video, audio = tensors["video"], tensors["audio"]
@@ -51,5 +54,12 @@ def starting_states(
         shape = stage.height, stage.width, stage_job.size.num_frames, stage_job.size.frame_rate
         video, audio = latents.zeros(*shape, dtype)
         video, audio = tensors.get("video_latent", video), tensors.get("audio_latent", audio)
+    held = heard = video[:, :, :0]  # what a window begins with
+    if stage_job.chunk and stage_job.chunk.taken:
+        held, heard = (tensors[f"{chunks.CARRIED}{stage.key}_{kind}"] for kind in STREAMS)
+        video = torch.cat([held, video[:, :, held.shape[2] :]], dim=2)
+        if not stage_job.freezes_sound(stage.upsampled):
+            audio = torch.cat([heard, audio[:, :, heard.shape[2] :]], dim=2)
     inputs = tensors, (video, audio), images, COMPAT[job.compat], dtype
-    return initial_states(stage_job, stage.upsampled, *inputs, stage.window)
+    states = initial_states(stage_job, stage.upsampled, *inputs, stage.window)
+    return states[0].with_prefix(held[0, 0].numel()), states[1].with_prefix(heard.shape[2])

@@ -339,7 +339,8 @@ def artifacts(examination: Examination) -> Iterator[Finding]:
         if needs[0].source:
             return ", ".join(map(str, workspace.find_all(needs)))
         if needs[0].model == "dit":  # other graphs may serve a stage
-            return ", ".join(str(workspace.dit_program_for(job, s)[1].folder) for s in job.stages)
+            found = (workspace.dit_program_for(job, stage)[1].folder for stage in job.stages)
+            return ", ".join(map(str, dict.fromkeys(found) if job.windows else found))
         return f"{len(workspace.programs(needs))} are finished"
 
     listed = examination.needs(workspace, job)

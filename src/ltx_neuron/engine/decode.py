@@ -35,6 +35,8 @@ class DecodedClip:
     waveform: Callable[[], Tensor]  # waits for the sound and returns it: float32 (2, samples)
     sample_rate: int
     sound_is_ready: Callable[[], bool] = lambda: True  # whether `waveform` returns at once
+    # Of a chunked clip, in place of `waveform`: see write_video
+    next_samples: Callable[[int, int], Tensor] | None = None
 
     def write(self, path: Path, recorder: Recorder | None = None) -> None:
         """Write the MP4 chunk by chunk, with EXR files of HDR, the MOV of chunks with alpha, or the
@@ -49,8 +51,9 @@ class DecodedClip:
             elif path.suffix.lower() == ".mov":
                 write_prores(path, self.chunks, rate)
             else:
-                sound = None if self.job.silent else self.waveform
-                write_video(path, self.chunks, rate, sound, self.sample_rate, ready)
+                waveform = None if self.job.silent else self.waveform
+                sound = waveform, self.sample_rate, ready, self.next_samples
+                write_video(path, self.chunks, rate, *sound)
 
 
 @dataclass
@@ -139,9 +142,12 @@ class Decoder:
         self, job: Job, video: Tensor | None, tensors: dict[str, Tensor], rate: int
     ) -> Iterator[DecodedClip]:
         """A job's clip. If cores are free, pictures are decoded ahead, and sound in parallel."""
-        hdr = job.media.hdr
-        chunks = self._pictures(video, job.seed, job.decoded_keyframes(tensors), hdr is not None)
-        sound = cache(partial(self._sound, job, tensors))
+        hdr, known = job.media.hdr, (job.seed, job.decoded_keyframes(tensors))
+        if hdr and video is not None:
+            chunks = self.pictures(video.float(), *known, self.host.exact.decode_video, exact=True)
+        else:
+            chunks = self.pictures(video, *known)
+        sound = cache(partial(self.sound, job, tensors))
         if job.extension:
             chunks = with_source(job, chunks)
         elif hdr:
@@ -162,24 +168,28 @@ class Decoder:
                     return wait_for(future) if future else sound()
 
             ready = future.done if future else lambda: False
-            yield DecodedClip(job, self._awaited(chunks), waveform, rate, ready)
+            yield DecodedClip(job, self.awaited(chunks), waveform, rate, ready)
 
-    def _pictures(
-        self, video: Tensor | None, seed: int, keyframes: dict[int, Tensor], exact: bool
+    def pictures(
+        self,
+        video: Tensor | None,
+        seed: int,
+        keyframes: dict[int, Tensor],
+        decode_video: Callable[..., Iterator[Tensor]] | None = None,  # None: the decoder's own
+        **exact: bool,  # as of HostModels.decode_video
     ) -> Generator[Tensor, None, None]:
+        """The frames of a video's latents."""
         if video is None:
             return
-        if exact:
-            chunks = self.host.exact.decode_video(video.float(), None, seed, keyframes, exact)
-        else:
-            chunks = self.decode_video(video, seed=seed, keyframes=keyframes)
+        decode_video = decode_video or self.decode_video
+        chunks = decode_video(video, seed=seed, keyframes=keyframes, **exact)
         with self.recorder.phase("decode_video"):
             for chunk in chunks:
                 with self.recorder.paused():
                     yield chunk
                 del chunk  # freed while the next one is decoded
 
-    def _awaited(self, chunks: Iterator[Tensor]) -> Iterator[Tensor]:
+    def awaited(self, chunks: Iterator[Tensor]) -> Iterator[Tensor]:
         """The chunks. Waiting for one does not count towards the caller's phase."""
         while True:
             with self.recorder.paused():
@@ -189,7 +199,8 @@ class Decoder:
             yield chunk
             del chunk
 
-    def _sound(self, job: Job, tensors: dict[str, Tensor]) -> Tensor:
+    def sound(self, job: Job, tensors: dict[str, Tensor]) -> Tensor:
+        """The waveform (2, samples) of a job's latents, its input sound, or no samples."""
         if job.sound or job.silent:
             return tensors["waveform"] if job.sound else torch.zeros(2, 0)
         with self.recorder.phase("decode_audio"):

@@ -20,7 +20,7 @@ from ltx_neuron import machine
 from ltx_neuron.artifacts import code_digest
 from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.engine.preflight import RunOptions
-from ltx_neuron.engine.resume import is_state, state_path
+from ltx_neuron.engine.resume import is_state, remove_state, state_files, state_path
 from ltx_neuron.engine.run import Engine
 from ltx_neuron.errors import UserError, require
 from ltx_neuron.files import (
@@ -139,6 +139,9 @@ def check_replaceable(video: Path, flag: str, job: Job) -> None:
             raise not_ours(path, flag)
     if job.media.hdr:
         check_frames(exr_folder(video, job.exr_colorspace), flag)
+    for path in state_files(state_path(video))[1:]:
+        if not is_state(path):
+            raise not_ours(path, flag)
 
 
 def is_sidecar(path: Path) -> bool:
@@ -184,8 +187,9 @@ def logging_failure(log: Path, state: Path | None = None) -> Iterator[None]:
                 _write_log(log, error)
                 print(f"log: {log}", file=sys.stderr)
         raise
-    for path in filter(None, (log, state)):
-        path.unlink(missing_ok=True)
+    log.unlink(missing_ok=True)
+    if state:
+        remove_state(state)
 
 
 def _write_log(path: Path, error: Exception) -> None:

@@ -211,7 +211,7 @@ class Preflight:
                 [workspace.source("dit", loras) for loras in sets]
                 + [workspace.text_loras(job) for job in jobs]
             )
-        prompted = any(job.prompts for job in jobs)
+        prompted = any(job.texts for job in jobs)
         if prompted and (not planned or workspace.files.beside("gemma")):
             checks["gemma"] = self._check_text_files
         if head:
@@ -329,13 +329,13 @@ def notes(job: Job, workspace: Workspace) -> list[str]:
     or of another kind than the model knows. Printed, and written into the sidecar and the API's
     answer. Reads the job's files, so they must have been checked."""
     lines = encode_inputs.notes(job)
-    if not job.prompt.strip() and job.prompts:
+    if job.texts and not any(map(str.strip, job.texts_of_windows)):
         lines.append("the prompt is empty: the references alone guide the video")
     if job.reference_sound and lora.are_silent(job.stages[0].loras):
         lines.append("no LoRA has layers of the sound, so the voice may not be taken over")
     for loras in dict.fromkeys(stage.loras for stage in job.stages):
         lines += workspace.source("dit", loras).notes if loras else []
-    for number, text in enumerate(job.prompts):
+    for number, text in enumerate(job.texts):
         if len(text.encode()) < TEXT_TOKENS:  # a token has a byte or more, and there is a BOS
             continue
         count, lost = cut_off(workspace.tokenizer, text)

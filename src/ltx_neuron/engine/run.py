@@ -3,9 +3,9 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -22,6 +22,7 @@ from ltx_neuron.denoise import StageRun
 from ltx_neuron.denoise.start import starting_states, to_upsample
 from ltx_neuron.denoise.tiled import TiledStageRun
 from ltx_neuron.engine.decode import DecodedClip, Decoder, Result
+from ltx_neuron.engine.film import Film
 from ltx_neuron.engine.preflight import Compiled, Preflight, RunOptions
 from ltx_neuron.engine.residency import Residency
 from ltx_neuron.engine.resume import JobRun
@@ -98,16 +99,37 @@ class Engine:
         compiled: Compiled,
         write: Callable[[DecodedClip], None] | None = None,
         decode: bool = True,
-    ) -> Iterator[Stage | Result]:
+    ) -> Generator[Stage | Result, None, None]:
         """One job, whose prompts are encoded, up to its video. Yields every stage when it has
         ended, and then the result. In between, stages of other jobs may run on the loaded weights.
         What follows the last stage needs no rank, or only the VAEs, and may run in another thread.
 
         Shapes: video (1, 128, F, h, w), audio (1, 8, Ta, 16).
         """
-        models, host, recorder, tensors = self.residency, self.host, self.recorder, run.tensors
-        self.lines.size = str(run.job.size)
+        how = self.workspace.profile.overlap_decode, self._decode_video, self._decode_audio
+        decoder = Decoder(self.host, self.recorder, *how)
+        if not run.job.windows:
+            yield from self._stages(run, compiled)
+            yield decoder.result(run, write, decode)
+            return
+        # A rank cannot decode while it denoises, nor on a CPU's cores.
+        waits = self.options.neuron_vae or not decoder.ahead
+        late = self.options.neuron_vae and not self.residency.vae_stays
+        with Film(decoder, run, write, decode, waits, late, self.residency.poll) as film:
+            for stage in self._stages(run, compiled):
+                if run.window_has_ended:
+                    film.add_window()
+                yield stage
+            yield film.result()
+
+    def _stages(self, run: JobRun, compiled: Compiled) -> Iterator[Stage]:
+        """Run a job's unfinished stages. Yields each when it has ended."""
+        models, host, recorder = self.residency, self.host, self.recorder
         for stage in run.stages_left:
+            self.lines.size = str(run.job.size)
+            if stage.chunk and stage.chunk.number > run.window:
+                run.begin_next_window()
+            tensors = run.tensors
             # The weights, the input sounds and videos, and the latents of the stage before.
             job, phase = run.job.of(stage), f"denoise_{stage.name}"
             print_idle_groups(job, stage, self.workspace.profile.guidance_parallel)
@@ -115,6 +137,8 @@ class Engine:
             if job.has_media(stage.upsampled) and "video_latent" not in tensors:
                 with recorder.phase("encode_inputs"):
                     tiles = self._encoder_tiles(job)
+                    if stage.chunk and not tensors.keys() & encode_inputs.SOUNDS:
+                        tensors |= encode_inputs.encode_sounds(host, run.job)
                     tensors |= encode_inputs.encode(host, job, stage.upsampled, tiles)
             for name, latent in to_upsample(run.job, stage, tensors).items():
                 tensors[name] = self._upsampled(*latent)
@@ -126,7 +150,7 @@ class Engine:
                 images = encode_inputs.encode_images(host, job, stage.height, stage.width)
                 states = starting_states(run.job, stage, tensors, images, self.workspace.dtype)
                 stage_run = self._new_stage_run(compiled[id(run.job), stage], modulation, job)
-                stage_run.prepare(job, stage, run.contexts, states, run.generator)
+                stage_run.prepare(job, stage, run.contexts_of(stage), states, run.generator)
             self.job, self.stage_run = run.job, stage_run
             if self.options.warmup:
                 with recorder.phase("warmup"):
@@ -152,11 +176,6 @@ class Engine:
             del stage_run, states, images, latents  # not kept while stages of other jobs run
             yield stage
 
-        # Frames and waveform, and the file.
-        ahead = self.workspace.profile.overlap_decode
-        decoder = Decoder(host, recorder, ahead, self._decode_video, self._decode_audio)
-        yield decoder.result(run, write, decode)
-
     # --- its models, on the ranks or on the host --------------------------------------------------
 
     def _new_stage_run(self, compiled, modulation, job: Job) -> StageRun:
@@ -177,13 +196,15 @@ class Engine:
             upsampled = thread.submit(self.host.upsample, latent, kind)
             return wait_for(upsampled, self.residency.poll)
 
-    def _decode_video(self, latent: Tensor, seed: int, keyframes: dict) -> Iterator[Tensor]:
+    def _decode_video(
+        self, latent: Tensor, seed: int, keyframes: dict, exact: bool = False
+    ) -> Iterator[Tensor]:
         """A latent (1, 128, F, h, w) to chunks of frames: on the host, or on the ranks in tiles or
-        spans. seed, keyframes: the job's."""
+        spans. seed, keyframes: the job's. exact: as of HostModels.decode_video."""
         tiles = None
         if self.options.neuron_vae:
             tiles = self.residency.video_decoder(self.preflight.vae)
-        return self.host.decode_video(latent, tiles, seed, {} if tiles else keyframes)
+        return self.host.decode_video(latent, tiles, seed, {} if tiles else keyframes, exact)
 
     def _decode_audio(self, latent: Tensor) -> Tensor:
         """A latent (1, 8, Ta, 16) to a waveform: on the host, or on the ranks in spans."""
@@ -224,12 +245,14 @@ class Engine:
         self.check_process()
         resolved = partial(self.workspace.resolved, compat=self.options.compat)
         jobs, failed, compiled = self._check([*map(resolved, jobs)], isolate)
-        with self._session(keep), self._decodes(isolate) as decodes:
+        generations: dict[JobRun, Generator] = {}
+        with self._session(keep), ExitStack() as stack, self._decodes(isolate) as decodes:
+            stack.callback(lambda: [x.close() for x in generations.values()])  # ends their threads
             while jobs or failed:
                 yield from (JobFailure(*pair) for pair in failed)
                 runs = [resume(job) or JobRun(job) for job in jobs]
                 self._encode_prompts([run for run in runs if not run.contexts])
-                generations = {run: self.generate(run, compiled, write, decode) for run in runs}
+                generations |= {run: self.generate(run, compiled, write, decode) for run in runs}
                 groups = stage_groups(runs, self.workspace.dit_weights, self.residency.weights)
                 # Unless every run already has its latents.
                 if first := next((stages[0] for _, stages in groups if stages), None):
@@ -320,7 +343,7 @@ class Engine:
             if path := run.job.text_embeddings:
                 run.take_contexts([read_contexts(path, *of_model)])
         runs = [run for run in runs if not run.contexts]
-        keys = [(self.workspace.text_loras(run.job), run.job.prompts) for run in runs]
+        keys = [(self.workspace.text_loras(run.job), run.job.texts) for run in runs]
         for loras, texts in [k for k in dict.fromkeys(keys) if k not in self._contexts]:
             tokens = [inputs.tokenize(self.workspace.tokenizer, text) for text in texts]
             if contexts := (cache := self._prompt_cache(loras)) and cache.read(tokens):

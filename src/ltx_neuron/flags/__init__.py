@@ -204,7 +204,7 @@ def add_job(parser: argparse.ArgumentParser, fields: Iterable[str] | None = None
     """Flags of some fields of a job or, by default, of all that a line of a prompts file accepts,
     and --guidance."""
     if fields is None:
-        fields = ["prompt", *SamplingFields.model_fields, "sampler", "auto_duration"]
+        fields = ["prompt", "prompts", *SamplingFields.model_fields, "sampler", "auto_duration"]
         fields += [*SizeFields.model_fields, *_GUIDANCE, *WEIGHTS]
         fields += [*ConditionFields.model_fields, *DetailFields.model_fields]
         help = "dev recipe: guidance scales, as in video_cfg=3 audio_cfg=7"

@@ -22,7 +22,7 @@ DECIDING = {
 # Flags of models that change what a job needs
 MODELS = {*flags.MODEL_FILES, "neuron_gemma", "neuron_vae", "compat", "no_prompt_cache", "warmup"}
 # Fields of a job that change neither its graphs nor its time
-_CONTENT = {"prompt", "negative_prompt", "seed", "nag_alpha", "nag_tau", "auto_duration"}
+_CONTENT = {"prompt", "prompts", "negative_prompt", "seed", "nag_alpha", "nag_tau", "auto_duration"}
 SHAPE = {*JobFields.model_fields, "guidance"} - _CONTENT
 # Flags whose absence changes a job's graphs: a verb that ignores them prints so.
 _NOTED = {*ConditionFields.model_fields, "image", "prompts_file", "upscale"}
@@ -123,7 +123,7 @@ def batch() -> Parser:
     parser = job_parser("batch", description, example)
     parser.typical = "PROMPTS_FILE --output-dir DIR"
     help = "many videos: one JSON object per line, with flags as keys"
-    parser.add_argument("prompts", nargs="?", type=Path, metavar="PROMPTS_FILE", help=help)
+    parser.add_argument("prompts_path", nargs="?", type=Path, metavar="PROMPTS_FILE", help=help)
     for other in ("--prompts-file", "--output-path"):
         advanced(parser._option_string_actions[other])
     return parser

@@ -38,6 +38,7 @@ from ltx_neuron.sampling.size import Size
 from ltx_neuron.weights.tensorfile import finite
 
 SOUND, RETAKE = "--audio-path", "--video-path"
+SOUNDS = {"audio_latent", "audio_reference"}  # of encode_sounds
 REFERENCE, MASK = "--video-conditioning", "--conditioning-attention-mask"
 VOICE, DUBBED = "--reference-audio", "--reference-video"
 CHANNELS = 2  # of the encoded sound
@@ -84,8 +85,8 @@ def encode(
     host: HostModels, inputs: JobInputs, upsampled: bool = False, rank_tiles: Any = None
 ) -> dict[str, Tensor]:
     """Tensors of a job's input sound and videos by name, for a stage. Missing inputs have no
-    entries. upsampled: for stage 2, which has only references. rank_tiles: encodes tiles on the
-    ranks, see HostModels.encode_video.
+    entries, and windows no sounds: they share the whole clip's. upsampled: for stage 2, which has
+    only references. rank_tiles: encodes tiles on the ranks, see HostModels.encode_video.
 
     mel               (1, 2, frames, 64) float32; for a retake only if its file has sound
     audio_latent      (1, 8, Ta, 16), as long as the video; if there is a mel
@@ -102,7 +103,7 @@ def encode(
         return _encode_hdr(host, inputs, inputs.media.hdr)
     references = inputs.appended_references(upsampled)
     names, size = reference_names(len(references), upsampled), inputs.stage_size(upsampled)
-    tensors = {
+    tensors: dict[str, Tensor] = {
         name: _encode_reference(host, inputs, reference, size, rank_tiles)
         for name, reference in zip(names, references, strict=True)
     }
@@ -110,12 +111,18 @@ def encode(
         tensors["reference_attention"] = _reference_attention(inputs, mask, size, host.dtype)
     if upsampled:
         return tensors
-    if inputs.sound:
-        tensors |= _encode_sound(host, inputs, inputs.sound)
     if inputs.extension:
         tensors |= _encode_extension(host, inputs, inputs.extension, rank_tiles)
     elif inputs.retake:
         tensors |= _encode_retake(host, inputs, rank_tiles)
+    return tensors if inputs.chunk else tensors | encode_sounds(host, inputs)
+
+
+def encode_sounds(host: HostModels, inputs: JobInputs) -> dict[str, Tensor]:
+    """Tensors of a job's sound files by name, for all of its stages and windows."""
+    tensors: dict[str, Tensor] = {}
+    if inputs.sound:
+        tensors |= _encode_sound(host, inputs, inputs.sound)
     if inputs.reference_sound:
         tensors |= _encode_reference_audio(host, inputs.reference_sound, voice_flag(inputs))
     return tensors
@@ -444,7 +451,8 @@ def _encode_reference(
     if reference.still:  # not one repeated latent: the encoder is causal
         frames = repeat(decode_image(path, inputs.orientation, flag), there)
     else:
-        frames = _frames(path, flag, there, inputs.upright)
+        before = reference.start
+        frames = islice(_frames(path, flag, before + there, inputs.upright), before, None)
     taken = chain(islice(frames, 1), islice(frames, 0, None, reference.time_scale))
     count, *sides = reference.pixels(size)
     # The encoder needs 8k+1 frames; upstream omits the last ones, too.

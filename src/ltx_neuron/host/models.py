@@ -153,10 +153,7 @@ class HostModels:
                 continue
             # NaN would become black pixels, and the module's hook is not called for tiles.
             spec.check_output(None, (latent,), frames)
-            if exact:
-                chunk = ((frames + 1) / 2).clamp(0, 1)[0].permute(1, 2, 3, 0).contiguous()
-            else:
-                chunk = _to_bytes(frames)
+            chunk = _of_unit_range(frames) if exact else to_bytes(_of_unit_range(frames))
             del frames  # freed while the next ones are decoded
             yield chunk
             del chunk
@@ -315,8 +312,12 @@ class HostModels:
         return checkpoint_spec(name, self.checkpoint_path, self.config, dtype, self.files)
 
 
-def _to_bytes(frames: torch.Tensor) -> torch.Tensor:
-    """Frames (1, 3, N, H, W) in about [-1, 1], which are overwritten, as uint8 (N, H, W, 3), with
-    the rounding of ltx_core's decode_video."""
-    frames = frames.add_(1.0).div_(2.0).clamp_(0.0, 1.0).mul_(255.0)
-    return frames[0].permute(1, 2, 3, 0).to(torch.uint8, memory_format=torch.contiguous_format)
+def _of_unit_range(frames: torch.Tensor) -> torch.Tensor:
+    """Frames (1, 3, N, H, W) in about [-1, 1], which are overwritten, as (N, H, W, 3) in [0, 1]."""
+    return frames.add_(1.0).div_(2.0).clamp_(0.0, 1.0)[0].permute(1, 2, 3, 0)
+
+
+def to_bytes(frames: torch.Tensor) -> torch.Tensor:
+    """Frames (N, H, W, 3) in [0, 1], which are overwritten, as uint8, with the rounding of
+    ltx_core's decode_video."""
+    return frames.mul_(255.0).to(torch.uint8, memory_format=torch.contiguous_format)

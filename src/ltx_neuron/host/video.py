@@ -87,6 +87,9 @@ def write_video(
     # Whether `waveform` returns at once: encoded pictures wait in memory for the sound of their
     # time
     sound_is_ready: Callable[[], bool] = lambda: False,
+    # In place of `waveform`, of a sound that grows with the pictures: its samples from a position
+    # to another one, or as far as it goes; they are not asked for again
+    next_samples: Callable[[int, int], torch.Tensor] | None = None,
 ) -> None:
     """Write an MP4 with H.264 video and AAC stereo sound; equal inputs give equal bytes, for any
     division into chunks and any time at which the sound is ready. The file appears only when
@@ -98,14 +101,22 @@ def write_video(
         sample_rate, decoded = aac_rate(decoded_rate), waveform
         waveform = cache(lambda: resample(decoded(), decoded_rate, sample_rate))
 
-    def mux_sound() -> None:
+    def mux_sound(last: bool = False) -> None:
         """Encode the sound up to the frames so far, from its last position on."""
         nonlocal samples
         end = _sample_count(count, frame_rate, sample_rate)
-        if not waveform or end == samples:
+        if next_samples:
+            block = next_samples(samples, end)
+        elif waveform:
+            block = waveform()[:, samples:end]
+        else:
+            return
+        if next_samples and not last:
+            end = samples + block.shape[1]
+        if end == samples:
             return
         frame = av.AudioFrame.from_ndarray(
-            _to_int16(waveform(), samples, end), format="s16", layout="stereo"
+            _to_int16(block, end - samples), format="s16", layout="stereo"
         )
         frame.sample_rate, frame.pts, samples = sample_rate, samples, end
         container.mux(audio_stream.encode(frame))
@@ -119,18 +130,18 @@ def write_video(
         for chunk in chunks:
             if not count:
                 video_stream = _add_video_stream(container, rate, *chunk.shape[1:3])
-                if waveform:
+                if waveform or next_samples:
                     audio_stream = container.add_stream("aac", rate=sample_rate, layout="stereo")
             for picture in chunk.numpy():
                 check_cancelled()
                 container.mux(video_stream.encode(yuv420(picture)))
             count += len(chunk)
             del chunk, picture  # not kept while the next one is made
-            if sound_is_ready():
+            if next_samples or sound_is_ready():
                 mux_sound()
         container.mux(video_stream.encode())
-        if waveform:
-            mux_sound()
+        if waveform or next_samples:
+            mux_sound(last=True)
             container.mux(audio_stream.encode())
 
 
@@ -151,7 +162,7 @@ def write_wav(path: str | Path, waveform: torch.Tensor, sample_rate: int) -> Non
         file.setnchannels(2)
         file.setsampwidth(2)
         file.setframerate(sample_rate)
-        file.writeframes(_to_int16(waveform, 0, waveform.shape[1]).astype("<i2").tobytes())
+        file.writeframes(_to_int16(waveform, waveform.shape[1]).astype("<i2").tobytes())
 
 
 def _sample_count(frames: int, frame_rate: float, sample_rate: int) -> int:
@@ -239,8 +250,7 @@ def _add_video_stream(container, rate: Fraction, height: int, width: int):
     return stream
 
 
-def _to_int16(waveform: torch.Tensor, start: int, end: int) -> np.ndarray:
-    """Interleaved 16-bit samples (1, 2 * (end - start)) of a waveform (2, n); then silence."""
-    waveform = waveform[:, start:end]
-    waveform = torch.nn.functional.pad(waveform, (0, end - start - waveform.shape[1]))
+def _to_int16(waveform: torch.Tensor, count: int) -> np.ndarray:
+    """Interleaved 16-bit samples (1, 2 * count) of a waveform (2, n), after whose end silence."""
+    waveform = torch.nn.functional.pad(waveform, (0, count - waveform.shape[1]))
     return (waveform.clip(-1.0, 1.0) * 32767.0).to(torch.int16).T.reshape(1, -1).numpy()

@@ -288,7 +288,8 @@ class LTXPipeline(DiffusersWords):
         self.engine.check_process()
         file = "wav" if jobs[0].sound_only else "mp4"
         forms = () if jobs[0].media.hdr else ("pil", "np", "pt")  # of 8 bits
-        _check_known("output_type", output_type, (*forms, "latent", file))
+        latent = ["latent"] * (not jobs[0].windows)  # which overlap
+        _check_known("output_type", output_type, (*forms, *latent, file))
         _check_kind("output_path", output_path, str, Path)
         if not (callback_on_step_end is None or callable(callback_on_step_end)):
             raise UserError(

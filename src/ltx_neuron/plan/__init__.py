@@ -258,11 +258,12 @@ def plan(
         gemma.check_tensor_parallel(tp)
 
     def stage_plans(of: Job) -> list[StagePlan]:
-        stages = [stage._replace(window=None) for stage in of.stages]
+        # Windows are equal if their graphs are.
+        kinds = [(x._replace(window=None, chunk=None), *of.stage_buckets(x)) for x in of.stages]
         with export.fake_process_group(profile.world_size(tp), groups=mesh.groups(profile, tp)):
-            # All windows of an extended video are equal, those of DFR are not.
-            plans = {s: _stage(config, of, s, profile, tp, torch_dtype) for s in set(stages)}
-        return [plans[stage] for stage in stages]
+            apart = dict(zip(kinds, of.stages, strict=True)).items()
+            plans = {kind: _stage(config, of, s, profile, tp, torch_dtype) for kind, s in apart}
+        return [plans[kind] for kind in kinds]
 
     stages, weights = stage_plans(job), _dit_bytes(checkpoint, tp, torch_dtype)
     alone = job.sound_only or job.silent
@@ -274,7 +275,7 @@ def plan(
         embeddings = gemma.vocab_size * gemma.hidden_size * torch_dtype.itemsize
     memory = CoreMemory(used["rank"], gemma_bytes, _activations(stages))
     weights_of_rank, ranks = max(used["rank"], gemma_bytes), profile.cores_needed(tp)
-    last, limit = stages[-1], profile.memory_bytes_per_core
+    last, limit = stages[: len(job.clips[0].stages)][-1], profile.memory_bytes_per_core
     buffer = dict(profile.environment).get(COLLECTIVES_BUFFER)
     dit_files = weights["rank"] * tp + weights["host"]
     fits = None if limit is None else memory.in_turn <= limit

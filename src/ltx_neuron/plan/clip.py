@@ -10,8 +10,8 @@ a new prompt and models that an earlier clip loaded.
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -103,11 +103,17 @@ class ClipPlanner:
     price: Price | None = None
 
     def planned(self) -> ClipPlan:
-        texts = self._text() if self.job.prompts else ()
-        first = [*texts, *self._inputs(), *self._denoising()]
+        of, count, parts = self.plan.stages, len(self.job.clips[0].stages), []
+        for number, job in enumerate(self.job.clips):
+            plan = replace(self.plan, stages=of[number * count : (number + 1) * count])
+            parts.append(replace(self, job=job, plan=plan))
+        first = [*(self._text() if self.job.texts else ()), *self._inputs()]
+        first += _together(row for part in parts for row in part._denoising())
         # An input sound is muxed unchanged.
-        sound = [] if self.job.sound or self.job.silent else [self._sound()]
-        last = sound if self.job.sound_only else [self._video(), *sound, self._mp4()]
+        silent = self.job.sound or self.job.silent
+        last = [] if silent else _together(part._sound() for part in parts)
+        if not self.job.sound_only:
+            last = [*_together(part._video() for part in parts), *last, self._mp4()]
         rows, seconds, batch_seconds = [*first, *last], None, None
         if all(row.seconds is not None for row in rows):
             before = sum(row.seconds or 0 for row in first)
@@ -331,6 +337,14 @@ class ClipPlanner:
         pixels = frames * rows * columns * shapes.SPACE_SCALE**2
         what = f"{frames} frames" + (f"; the tail of {tail} is cut off" if tail else "")
         return self._host("encode_mp4", pixels, "encode_mp4", what)
+
+
+def _together(rows: Iterable[PhaseRow]) -> list[PhaseRow]:
+    """The rows, equal ones of several windows as one."""
+    return [
+        replace(row, seconds=row.seconds and n * row.seconds, rate=f"{n} x " * (n > 1) + row.rate)
+        for row, n in Counter(rows).items()
+    ]
 
 
 def _counted(

@@ -1,6 +1,7 @@
 """The plan as text for a terminal."""
 
 import textwrap
+from collections import Counter
 from collections.abc import Sequence
 
 from ltx_neuron.config.profiles import COLLECTIVES_BUFFER
@@ -25,7 +26,8 @@ def table(plan: Plan) -> str:
     layout += f", {plan.ranks} ranks" if layout else ""
     lines = [f"profile {plan.profile}, tp {plan.tp}{layout}, {plan.dtype}", plan.backend]
     lines += [*textwrap.wrap(plan.note, WIDTH), ""]
-    for stage in plan.stages:
+    windows = Counter(map(id, plan.stages))
+    for stage in {id(stage): stage for stage in plan.stages}.values():
         steps = f"{stage.steps} steps"
         if stage.evaluations != stage.steps:
             steps += f" of {stage.evaluations} evaluations in all"
@@ -35,7 +37,8 @@ def table(plan: Plan) -> str:
             steps += f", {stage.passes} passes each"
         size = f"{stage.height}x{stage.width}, " if stage.video_tokens else ""
         nag = ", two text attentions (NAG)" * stage.nag
-        lines.append(f"{stage.name}: {size}{steps}, {_tokens(stage)} tokens{nag}")
+        times = f"{windows[id(stage)]} x " * (windows[id(stage)] > 1)
+        lines.append(f"{times}{stage.name}: {size}{steps}, {_tokens(stage)} tokens{nag}")
         lines += [f"  {label:22}{text}" for label, text in _stage_rows(stage)]
     rows = [f"{label:24}{text}" for label, text in _memory_rows(plan).items()]
     return "\n".join([*lines, "", *rows])

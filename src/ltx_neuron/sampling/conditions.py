@@ -30,8 +30,10 @@ _CRF = Field(ge=0, le=51)
 Crf = Annotated[int, _CRF, _PLAIN]
 TailFrames = Annotated[int, Field(ge=0, le=800, multiple_of=TIME_SCALE)]
 Keyframes = Annotated[int, Field(ge=0)]
+Frames = Annotated[int, Field(ge=1)]
 Rounds = Annotated[int, Field(ge=0, le=2)]
 TILE = 1024, 1536  # pixels, the default height and width of a tile
+WINDOW_FRAMES, CARRY_FRAMES = 97, 25  # of chunked clips, the defaults
 TileSide = Annotated[int, Field(ge=64, multiple_of=SPACE_SCALE)]
 ANCHOR = 0.95  # strength of the keyframes that a stage of DFR or HDR is given
 BedLevel = Annotated[float, Field(ge=-120, lt=0)]
@@ -121,10 +123,21 @@ class ReferenceVideo:
     space_scale: int = 1
     time_scale: int = 1
     still: bool = False  # the file is an image
+    # Of a window of a chunked clip: its first frame in the file, and the frames of its carry, which
+    # have no reference
+    start: int = 0
+    carry: int = 0
 
     def frames(self, size: Size) -> int:
         """The frames that a clip of this size takes, before time_scale."""
-        return size.num_frames if self.still else min(self.num_frames, size.num_frames)
+        left = self.num_frames - self.start
+        return size.num_frames if self.still else min(left, size.num_frames)
+
+    @property
+    def dropped_latents(self) -> int:
+        """Its first latents, which touch the carry: the model does not see them."""
+        scale = TIME_SCALE * self.time_scale
+        return 1 + (self.carry + scale - 2) // scale if self.carry else 0
 
     def pixels(self, size: Size) -> tuple[int, int, int]:
         """The encoded frames, height and width for a clip of this size: 8k+1 of the file's frames
@@ -137,6 +150,11 @@ class ReferenceVideo:
         """(F, h, w) of its latent for a clip of this size."""
         frames, height, width = self.pixels(size)
         return video_latent_shape(height, width, frames)
+
+    def seen_shape(self, size: Size) -> tuple[int, int, int]:
+        """(F, h, w) of the latents that the model sees."""
+        frames, rows, columns = self.latent_shape(size)
+        return frames - self.dropped_latents, rows, columns
 
     def check(self, size: Size, flag: str = "--video-conditioning") -> None:
         """Raise UserError for a reference that does not fit stage 1, and so stage 2, of a video of

@@ -14,11 +14,13 @@ import torch
 
 from ltx_neuron.errors import FieldError, flag_of
 from ltx_neuron.files import check_readable
-from ltx_neuron.sampling import dfr, rules
+from ltx_neuron.sampling import chunks, dfr, rules
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditions import (
     ANCHOR,
+    CARRY_FRAMES,
     TILE,
+    WINDOW_FRAMES,
     AttentionMask,
     EncodedClip,
     ImageCondition,
@@ -58,14 +60,15 @@ _DESCRIBED = {
 _OWN_GRAPHS = (
     *("image", "video_path", "video_conditioning", "conditioning_attention_mask"),
     *("reference_video", "reference_audio", "nag_scale", "num_generated_keyframes"),
-    *("skip_stage_2", "images_as_guides", "stage_2_ic_lora", "tile", "dfr"),
+    *("skip_stage_2", "images_as_guides", "stage_2_ic_lora", "tile", "dfr", "chunked"),
     *("text_embeddings", "high_quality", "no_keyframes", "alpha_gen"),
 )
 # Fields that a description leaves out at their defaults.
 _LATER_FIELDS = (
     *("num_generated_keyframes", "compat", "motion_speed", "stage_2_ic_lora", "tile"),
     *("tile_height", "tile_width", "dfr", "temporal_upsample_rounds", "temporal"),
-    *("auto_duration", "spatial_scale", "ancestral", "decode_with_keyframes"),
+    *("auto_duration", "spatial_scale", "ancestral", "decode_with_keyframes", "prompts"),
+    *("chunked", "chunk_pixel_frames", "chunk_carry_frames", "chunk_blend_frames", "chunk"),
     *("text_embeddings", "high_quality", "no_keyframes", "alpha_gen", "input_colorspace"),
     "exr_colorspace",
 )
@@ -99,6 +102,7 @@ class JobInputs(JobFields):
     # The stages use the ancestral Euler sampler; the checkpoint's release determines this
     ancestral: bool = False
     temporal: TemporalWindow | None = None  # of a job that is one window of dfr: the window
+    chunk: chunks.Chunk | None = None  # of a job that is one window of a chunked one: the window
 
     @cached_property
     def media(self) -> Media:
@@ -189,6 +193,54 @@ class JobInputs(JobFields):
         longer = self.extension
         return dataclasses.replace(self.size, num_frames=longer.num_frames if longer else frames)
 
+    # --- windows ----------------------------------------------------------------------------------
+
+    @property
+    def window_frames(self) -> tuple[int, int, int]:
+        """Of chunked: the frames of a window, of its carry and of a blend."""
+        carry, blend = self.chunk_carry_frames or CARRY_FRAMES, self.chunk_blend_frames
+        return self.chunk_pixel_frames or WINDOW_FRAMES, carry, carry if blend is None else blend
+
+    @cached_property
+    def windows(self) -> tuple[Self, ...]:
+        """The jobs of a chunked clip's windows; none if it fits one."""
+        if self.chunk or not self.holds("chunked"):
+            return ()
+        frames, keyframes = self.size.num_frames, self.num_generated_keyframes or 0
+        return tuple(map(self._window, chunks.layout(frames, *self.window_frames, keyframes)))
+
+    def _window(self, chunk: chunks.Chunk) -> Self:
+        job = self.resized(dataclasses.replace(self.size, num_frames=chunk.frames))
+        images = (
+            dataclasses.replace(image, frame_index=image.frame_index - chunk.start)
+            for image in self.placed
+            if chunk.taken <= image.frame_index - chunk.start < chunk.frames
+        )
+        first, count = chunk.sound(self.size.frame_rate)  # of the sound of a clip to dub
+        left = max(0, min(count, self.media.latents - first))
+        media = dataclasses.replace(job.media, latents=left)
+        prompt = self.texts_of_windows[chunk.share(len(self.texts_of_windows))]
+        return job.replaced(chunk=chunk, image=tuple(images), prompt=prompt).with_media(media)
+
+    @property
+    def carried_names(self) -> list[str]:
+        """The names of what a window has of the one before."""
+        if not (self.chunk and self.chunk.taken):
+            return []
+        stages = ("s1", "s2")[: 1 + (self.size.two_stage and not self.skip_stage_2)]
+        kinds = "video", "audio", *["generated_keyframes"] * bool(self.chunk.held)
+        return [f"{chunks.CARRIED}{stage}_{kind}" for stage in stages for kind in kinds]
+
+    @property
+    def texts_of_windows(self) -> tuple[str, ...]:
+        """The prompts that are dealt out to the windows: usually one, for all of them."""
+        return self.prompts or (self.prompt,)
+
+    @property
+    def clips(self) -> tuple[Self, ...]:
+        """The jobs whose latents are decoded: its windows, or the job itself."""
+        return self.windows or (self,)
+
     # --- inputs -----------------------------------------------------------------------------------
 
     @property
@@ -224,8 +276,9 @@ class JobInputs(JobFields):
     @cached_property
     def references(self) -> tuple[ReferenceVideo, ...]:
         files = zip(self.video_conditioning, self.media.references, strict=True)
+        place = (self.chunk.start, self.chunk.taken) if self.chunk else (0, 0)
         return tuple(
-            ReferenceVideo(path, strength, frames, *self.media.scales, still)
+            ReferenceVideo(path, strength, frames, *self.media.scales, still, *place)
             for (path, strength), (frames, still) in files
         )
 
@@ -241,7 +294,9 @@ class JobInputs(JobFields):
             return None
         strength = 1.0 if self.reference_strength is None else self.reference_strength
         frames, (scale, _) = self.size.num_frames, self.media.scales
-        return ReferenceVideo(self.reference_video, strength, frames, scale)
+        place = (self.chunk.start, self.chunk.taken) if self.chunk else (0, 0)
+        video = ReferenceVideo(self.reference_video, strength, place[0] + frames, scale)
+        return dataclasses.replace(video, start=place[0], carry=place[1])
 
     @cached_property
     def reference_sound(self) -> ReferenceAudio | None:
@@ -357,6 +412,8 @@ class JobInputs(JobFields):
         """The frames of a stage's generated keyframes."""
         if self.dfr:
             return self.temporal.generated if self.temporal else dfr.keyframes(self.size.num_frames)
+        if self.chunk:
+            return self.chunk.generated
         if self.media.hdr:
             return self.hdr_seams
         without = upsampled and COMPAT[self.compat].plain_stage_2
@@ -378,8 +435,12 @@ class JobInputs(JobFields):
             planes = render.planes(tensors, render.rounds)
             return {frame: planes[frame] for frame in sorted(planes) if frame < render.frames}
         upsampled = self.size.two_stage and not self.skip_stage_2
-        planes = tensors[f"s{1 + upsampled}_generated_keyframes"].split(1, dim=2)
-        return dict(zip(self.generated_keyframes(upsampled), planes, strict=True))
+        name, frames = f"s{1 + upsampled}_generated_keyframes", self.generated_keyframes(upsampled)
+        planes = tensors[name].split(1, dim=2)
+        if self.chunk and self.chunk.held:
+            frames = self.chunk.held + frames
+            planes = tensors[chunks.CARRIED + name].split(1, dim=2) + planes
+        return dict(zip(frames, planes, strict=True))
 
     def appended_audio(self, upsampled: bool) -> int:
         """Audio tokens appended to the clip's in a stage: in stage 1 those of the reference's
@@ -392,7 +453,8 @@ class JobInputs(JobFields):
 
     def audio_timesteps(self, upsampled: bool) -> int:
         """Distinct timesteps among a stage's audio tokens: 2 where some are held."""
-        return 2 if self.retake or (self.reference_sound and not upsampled) else 1
+        carries = self.chunk and not self.freezes_sound(upsampled)
+        return 2 if self.retake or carries or (self.reference_sound and not upsampled) else 1
 
     def freezes_sound(self, upsampled: bool) -> bool:
         """Whether a stage does not change the sound: an input, or stage 1's with a reference or in
@@ -401,7 +463,8 @@ class JobInputs(JobFields):
 
     def appended(self, upsampled: bool, rows: int, columns: int) -> list[Appended]:
         """The tokens appended to the clip's in a stage with these latent rows and columns, in their
-        order: images, references, given and generated keyframes, stage 1's video."""
+        order: images, references, given and generated keyframes, those of the window before, stage
+        1's video."""
         size, keyframe = self.stage_size(upsampled), Appended((1, rows, columns))
         guides = sum(self.images_as_guides or image.frame_index != 0 for image in self.placed)
         references = self.appended_references(upsampled)
@@ -409,9 +472,10 @@ class JobInputs(JobFields):
         detailed = [Appended(half, self.detailing_scale or 1)] * self.details(upsampled)
         return [
             *[keyframe] * guides,
-            *(Appended(video.latent_shape(size), video.space_scale) for video in references),
+            *(Appended(video.seen_shape(size), video.space_scale) for video in references),
             *[keyframe] * len(self.given_keyframes),
             *[keyframe] * len(self.generated_keyframes(upsampled)),
+            *[keyframe] * len(self.chunk.held if self.chunk else ()),
             *detailed,
         ]
 
@@ -444,6 +508,7 @@ class JobInputs(JobFields):
         strengths += [ANCHOR] * bool(self.given_keyframes)
         if window := self.temporal:
             strengths += [1.0] * bool(window.holds and window.shared)
+        strengths += [1.0] * bool(self.chunk)  # in the first window too, for one graph of all
         return len({1.0, *map(held_mask, strengths)}) + dubbed
 
     @property
@@ -451,7 +516,7 @@ class JobInputs(JobFields):
         """Whether the inputs determine the number of timesteps. Otherwise graphs with 1 and with 2
         are compiled, for text to video and for an image at frame 0."""
         files = self.images or self.references or self.dubbing or self.retake
-        return bool(files or self.sound_only or self.dfr)
+        return bool(files or self.sound_only or self.dfr or self.chunk)
 
     @property
     def extension(self) -> Extension | None:
@@ -464,6 +529,8 @@ class JobInputs(JobFields):
     @property
     def encoded_clips(self) -> list[EncodedClip]:
         """The videos that host.conditions encodes before the first stage."""
+        if self.windows:
+            return list(dict.fromkeys(clip for job in self.windows for clip in job.encoded_clips))
         stage_1, clips = self.size.first, []
         if self.retake:
             frames = self.size.num_frames
@@ -484,6 +551,7 @@ class JobInputs(JobFields):
         without = {
             "image": not any(image.frame_index for image in self.images),
             "nag_scale": self.nag is None,
+            "chunked": not self.windows,
         }
         return [name for name in _OWN_GRAPHS if self.holds(name) and not without.get(name)]
 
@@ -559,9 +627,11 @@ class JobInputs(JobFields):
         for image in self.images:
             image.check(self.output_size.num_frames)
         frames, count = self.size.num_frames, self.num_generated_keyframes or 0
+        if self.holds("chunked"):
+            self._check_windows(count)
         if self.dfr and frames == 1:
             raise FieldError("{num_frames} 1: {dfr} renders motion, wanted 9 or more")
-        if count > (most := max(0, frames - 2)):
+        if not self.windows and count > (most := max(0, frames - 2)):
             raise FieldError(
                 f"{{num_generated_keyframes}} {count}: wanted at most {most}, one for each frame"
                 f" between the first and the last of {frames}"
@@ -584,3 +654,22 @@ class JobInputs(JobFields):
             self.dubbing.check(self.size, "--reference-video")
         if self.retake:
             self.retake.check(self.size.seconds)
+
+    def _check_windows(self, keyframes: int) -> None:
+        if COMPAT[self.compat].plain_stage_2:
+            raise FieldError(
+                f"{{chunked}} does not go with {{compat}} {self.compat}; leave one out"
+            )
+        chunks.check(*self.window_frames, keyframes)
+        windows, frames = len(self.clips), self.size.num_frames
+        if (count := len(self.prompts or ())) > windows:
+            raise FieldError(
+                f"{{prompts}}: got {count} for {windows} windows; type fewer, or a larger"
+                " {num_frames}"
+            )
+        moving = [video.num_frames for video in self.references if not video.still]
+        if windows > 1 and (got := min(moving, default=frames)) < frames:
+            raise FieldError(
+                f"{{video_conditioning}}: got {got} frames, wanted {frames}, for every window;"
+                f" type {{num_frames}} {got}, or pass a longer video"
+            )

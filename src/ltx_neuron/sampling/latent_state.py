@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ltx_neuron.sampling.chunks import CARRIED
 from ltx_neuron.sampling.compat import Compat
 from ltx_neuron.sampling.conditions import ANCHOR, ImageCondition, held_mask
 from ltx_neuron.sampling.extension import Window
@@ -62,20 +63,24 @@ class LatentState:
     def retake(self, seconds: Tensor, start: float, end: float) -> "LatentState":
         """Keep all tokens except those whose time overlaps `start` to `end`. seconds: start of each
         latent frame, and end of the last one."""
-        return self._free((seconds[1:] > start) & (seconds[:-1] < end))
+        return self._pinned((seconds[1:] <= start) | (seconds[:-1] >= end))
+
+    def with_prefix(self, count: int) -> "LatentState":
+        """Keep the first `count` tokens: what a window has of the one before it."""
+        return self._pinned(torch.arange(self.latent.shape[1]) < count)
 
     def at_times(self, seconds: Tensor, new: tuple[int, int]) -> "LatentState":
         """Keep all tokens except those of the new frames, at other times (as in `retake`)."""
-        free, positions = torch.zeros(len(seconds) - 1, dtype=torch.bool), self.positions.clone()
-        free[slice(*new)] = True
+        kept, positions = torch.ones(len(seconds) - 1, dtype=torch.bool), self.positions.clone()
+        kept[slice(*new)] = False
         middles = (seconds[:-1] + seconds[1:]) / 2
-        positions[:, 0] = middles.repeat_interleave(len(self.denoise_mask) // len(free))
-        return replace(self._free(free), positions=positions)
+        positions[:, 0] = middles.repeat_interleave(len(self.denoise_mask) // len(kept))
+        return replace(self._pinned(kept), positions=positions)
 
-    def _free(self, frames: Tensor) -> "LatentState":
-        """Keep all frames except the given ones. frames: (F,) bool."""
-        per_frame = len(self.denoise_mask) // len(frames)
-        return replace(self, denoise_mask=frames.float().repeat_interleave(per_frame)[:, None])
+    def _pinned(self, kept: Tensor) -> "LatentState":
+        """Keep some frames, or tokens, as in `latent`. kept: (F,) or (T,) bool."""
+        tokens = kept.repeat_interleave(len(self.denoise_mask) // max(1, len(kept)))[:, None]
+        return replace(self, denoise_mask=self.denoise_mask.masked_fill(tokens, 0))
 
     def seen_by(self, tile: Tile, tokens: Tensor) -> "LatentState":
         """The tokens that a tile sees, with positions that begin at its corner."""
@@ -118,6 +123,17 @@ class LatentState:
             positions=torch.cat([self.positions, positions], dim=2),
             keyframes_mask=marked,
         )
+
+    def with_keyframes(
+        self, planes: Tensor, frames: Sequence[int], frame_rate: float, denoise_mask: float
+    ) -> "LatentState":
+        """Append known keyframes. planes: (1, C, K, h, w), of these frames."""
+        state = self
+        for frame, plane in zip(frames, planes.split(1, dim=2), strict=True):
+            rows, columns = plane.shape[3:]
+            positions = keyframe_positions(rows, columns, frame, frame_rate)
+            state = state.append(patchify_video(plane), positions, denoise_mask)
+        return state
 
     def noised(
         self, generator: torch.Generator, scale: float, compat_1_0_0: bool = False
@@ -172,14 +188,15 @@ def initial_states(
     video = video_state(
         start[0], frame_rate, images, compat.conditioning, positions_dtype, inputs.images_as_guides
     )
-    audio = audio_state(start[1])
-    keyframes = inputs.generated_keyframes(upsampled)
+    audio, keyframes = audio_state(start[1]), inputs.generated_keyframes(upsampled)
     if references := inputs.appended_references(upsampled):
         counts, images_end = [], len(video.denoise_mask)
         names = reference_names(len(references), upsampled)
         for reference, latent in zip(references, map(tensors.__getitem__, names), strict=True):
-            scales, tokens = (reference.space_scale, reference.time_scale), patchify_video(latent)
+            tokens, scales = patchify_video(latent), (reference.space_scale, reference.time_scale)
             positions = reference_positions(latent.shape[2:], frame_rate, *scales)
+            dropped = reference.dropped_latents * latent[0, 0, 0].numel()
+            tokens, positions = tokens[:, dropped:], positions[:, :, dropped:]
             first = tokens if compat.conditioning else None
             video = video.append(tokens, positions, held_mask(reference.strength), first)
             counts.append(tokens.shape[1])
@@ -187,12 +204,10 @@ def initial_states(
             masked = zip(counts, weights[0].split(counts), strict=True)
             generated = len(keyframes) * rows * columns
             groups = (images_end - shape.numel(), None), *masked, (generated, None)
-            bias = attention_bias(shape.numel(), groups, video.latent.dtype)
-            video = replace(video, bias=bias)
-    for number, frame in enumerate(inputs.given_keyframes):
-        plane = patchify_video(tensors["given_keyframes"][:, :, number : number + 1])
-        positions = keyframe_positions(rows, columns, frame, frame_rate)
-        video = video.append(plane, positions, held_mask(ANCHOR))
+            video = replace(video, bias=attention_bias(shape.numel(), groups, video.latent.dtype))
+    if given := inputs.given_keyframes:
+        planes, mask = tensors["given_keyframes"], held_mask(ANCHOR)
+        video = video.with_keyframes(planes, given, frame_rate, mask)
     # They begin as noise or, in stage 2, as stage 1's planes (1, C, K, h, w).
     for number, frame in enumerate(keyframes):
         tokens, first = torch.zeros_like(video.latent[:, : rows * columns]), None
@@ -200,12 +215,15 @@ def initial_states(
             first = patchify_video(tensors["upsampled_keyframes"][:, :, number : number + 1])
         positions = keyframe_positions(rows, columns, frame, frame_rate)
         video = video.append(tokens, positions, 1.0, first, generated=True)
+    if (chunk := inputs.chunk) and chunk.held:
+        planes = tensors[f"{CARRIED}s{1 + upsampled}_generated_keyframes"]
+        video = video.with_keyframes(planes, chunk.held, frame_rate, 0.0)
     if inputs.details(upsampled):
         half, scale = tensors["s2_reference_latent"], inputs.detailing_scale or 1
         positions = reference_positions(half.shape[2:], frame_rate, scale)
         video = video.append(patchify_video(half), positions, 0.0)
     if (temporal := inputs.temporal) and temporal.holds:
-        video.denoise_mask[: temporal.shared * rows * columns] = 0
+        video = video.with_prefix(temporal.shared * rows * columns)
     if window:  # its latents are at the clip's times, all held except the new ones
         bounds = video_seconds(window.video + frames, frame_rate)
         origin = bounds[window.video].item()

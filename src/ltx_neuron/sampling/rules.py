@@ -197,10 +197,18 @@ RULES = (
         " sound_only sampler=res_2s sampler=gradient_estimation guidance",
     ),
     Rule("dfr", excludes="negative_prompt", when="!nag_scale"),
+    Rule(
+        "chunked",
+        excludes="video_path dfr upscale tail_frames sound_only images_as_guides reference_audio"
+        " conditioning_attention_mask sampler=res_2s sampler=gradient_estimation text_embeddings"
+        " alpha_gen",
+    ),
     Rule("num_generated_keyframes", excludes="video_path sound_only"),
     Rule("decode_with_keyframes", excludes="upscale dfr"),  # DFR's are always read
     # What needs others.
     Rule("decode_with_keyframes", needs="num_generated_keyframes"),
+    Rule("prompts", needs="chunked"),
+    Rule("prompts", excludes="prompt"),
     Rule("nag_alpha", needs="nag_scale"),
     Rule("nag_tau", needs="nag_scale"),
     Rule("tile_height", needs="tile", when="!upscale_video"),

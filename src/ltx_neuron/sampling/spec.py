@@ -106,6 +106,7 @@ def _listed(value: Any) -> Any:
 Duration = Annotated[
     AutoDuration | None, BeforeValidator(lambda value: AutoDuration() if value == [] else value)
 ]
+Texts = Annotated[tuple[str, ...] | None, BeforeValidator(_listed)]
 Blocks = Annotated[tuple[int, ...] | None, BeforeValidator(_listed)]
 
 
@@ -335,6 +336,16 @@ class ConditionFields(Fields):
         "LTX-2.5, two stages: diffusion fidelity rendering, with keyframes at equal distances and"
         " --detailing-lora"
     )
+    chunked: StrictBool = _switch("a clip of any length, in windows that continue each other")
+    chunk_pixel_frames: conditions.Frames | None = _option(
+        f"frames of a window of --chunked, 8k+1 (default: {conditions.WINDOW_FRAMES})", "N"
+    )
+    chunk_carry_frames: conditions.Frames | None = _option(
+        f"frames of the last window that a window keeps (default: {conditions.CARRY_FRAMES})", "N"
+    )
+    chunk_blend_frames: conditions.Keyframes | None = _option(
+        "frames over which two windows are blended; 0: a hard cut (default: the carry)", "N"
+    )
     temporal_upsample_rounds: conditions.Rounds | None = _option(
         "of --dfr, at most 2: double the frame rate so many times, each time denoising in windows",
         "N",
@@ -435,6 +446,9 @@ class JobFields(
     """All settings of one video; None: not given."""
 
     prompt: str = _option("description of the video and its sound", "TEXT", default="")
+    prompts: Texts = _option(
+        "of --chunked: several descriptions in order, dealt out evenly to the windows", "[TEXT ...]"
+    )
     recipe: Literal[RECIPES] = _option(
         VideoFields.model_fields["recipe"].description, default="distilled"
     )
@@ -512,6 +526,8 @@ class JobFields(
             return not self.holds(term.removeprefix("!"))
         if term == "guidance":
             return any(getattr(self, name) is not None for name in GuidanceFields.model_fields)
+        if term == "chunked" and any(getattr(self, name) is not None for name in _OF_WINDOWS):
+            return True
         name, _, expected = term.partition("=")
         value = getattr(self, name)
         if expected:
@@ -529,6 +545,7 @@ class JobFields(
 SIZES = tuple(  # as the flags are named
     field.name for field in dataclasses.fields(Size) if field.name != "spatial_scale"
 )
+_OF_WINDOWS = "chunk_pixel_frames", "chunk_carry_frames", "chunk_blend_frames"
 _LENGTH = "num_frames", "auto_duration"
 _COUNTS = "tail_frames", "num_generated_keyframes", "temporal_upsample_rounds"  # 0: without
 LORAS = ("lora", "ic_lora", "distilled_lora", "detailing_lora")

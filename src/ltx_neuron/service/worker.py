@@ -16,9 +16,9 @@ from pathlib import Path
 from PIL import Image
 from torch import Tensor
 
+from ltx_neuron.engine import resume
 from ltx_neuron.engine.decode import DecodedClip
 from ltx_neuron.engine.outputs import code_identity, make_report, run_identity, write_sidecar
-from ltx_neuron.engine.resume import JobRun, restore_state, save_state, state_path
 from ltx_neuron.engine.run import Engine, JobFailure
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.files import whole_file
@@ -150,19 +150,19 @@ class Worker:
         return self._taken[id(job)][1]
 
     def _state_path(self, job: Job) -> Path:
-        return state_path(self._folder(self._entry(job)) / VIDEO)
+        return resume.state_path(self._folder(self._entry(job)) / VIDEO)
 
     def _identity(self, job: Job) -> dict:
         return run_identity(job, self.engine.workspace, self.engine.options)
 
-    def _resume(self, job: Job) -> JobRun | None:
+    def _resume(self, job: Job) -> resume.JobRun | None:
         """Resume a dead worker's run of this job after its last finished stage."""
         path = self._state_path(job)
         if not path.is_file():
             return None
         try:
             dtype = self.engine.workspace.dtype
-            run = restore_state(path, job, self._identity(job), dtype, exact=True)
+            run = resume.restore_state(path, job, self._identity(job), dtype, exact=True)
         except UserError:  # saved by another version, or with other arithmetic
             return None
         print(f"{self._entry(job).id}: resumed, {len(run.stages_left)} stages left", flush=True)
@@ -195,11 +195,11 @@ class Worker:
         if self.previews and (picture := self.previews.after_step(stage, number)):
             detail[PREVIEW] = base64.b64encode(picture).decode()
 
-    def _stage(self, run: JobRun) -> None:
+    def _stage(self, run: resume.JobRun) -> None:
         """Save a finished stage's latents, from which another worker could resume."""
         entry = self._entry(run.job)
         with suppress(OSError):  # the disk is full: nobody can resume
-            save_state(path := self._state_path(run.job), run, self._identity(run.job))
+            resume.save_state(path := self._state_path(run.job), run, self._identity(run.job))
             self.queue.keep(entry, path.name)
         left = run.stages_left
         percent = _percent(run.job, left[0], 0) if left else DENOISED
@@ -215,11 +215,11 @@ class Worker:
         clip.write(folder / VIDEO, recorder)
         write_sidecar(folder / VIDEO, clip.job, self.engine)
         state = self._state_path(clip.job)
-        saved = state.stat().st_size if state.is_file() else 0
+        saved = sum(path.stat().st_size for path in resume.state_files(state) if path.is_file())
         detail = {TIMES: self._details[id(clip.job)][TIMES]}
         if not self.queue.complete(entry, folder_bytes(folder) - saved, detail):
             raise Gone(entry.id)
-        state.unlink(missing_ok=True)
+        resume.remove_state(state)
         self._state["videos"] += 1
 
     def _while_owned(self, entry: Entry, chunks: Iterator[Tensor]) -> Iterator[Tensor]:
@@ -280,9 +280,9 @@ class Worker:
 
 
 def _percent(job: Job, stage: Stage, done: int) -> int:
-    keys = [planned.key for planned in job.stages]  # windows share their name
-    steps = [planned.steps for planned in job.stages]
-    before = sum(steps[: keys.index(stage.key)])
+    stages = job.stages
+    steps = [planned.steps for planned in stages]
+    before = sum(steps[: stages.index(stage)])
     return DENOISED * (before + done) // sum(steps)
 
 

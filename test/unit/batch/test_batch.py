@@ -94,7 +94,7 @@ def test_guidance_of_a_line_is_the_dev_recipes(tmp_path):
     (parsed,) = read(tmp_path, line, flags="--recipe dev")
     guidance = parsed.job.guidance
     assert (guidance.video.cfg_scale, guidance.audio.stg_blocks) == (2.0, (1, 2))
-    assert parsed.job.prompts == ("a", "b")
+    assert parsed.job.texts == ("a", "b")
     with pytest.raises(UserError, match="audio-stg-blocks"):
         read(tmp_path, line | {"audio-stg-blocks": [True]}, flags="--recipe dev")
 

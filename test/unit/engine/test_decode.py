@@ -264,7 +264,7 @@ def test_a_clip_counts_as_finished_once_it_is_written(decoding, tmp_path):
 def test_of_a_clip_that_is_written_few_chunks_are_held(decoding, tmp_path, monkeypatch):
     from ltx_neuron.host import models
 
-    held, most, to_bytes = [], [], models._to_bytes
+    held, most, to_bytes = [], [], models.to_bytes
 
     def noted(frames):
         chunk = to_bytes(frames)
@@ -272,7 +272,7 @@ def test_of_a_clip_that_is_written_few_chunks_are_held(decoding, tmp_path, monke
         most.append(sum(chunk_of() is not None for chunk_of in held))
         return chunk
 
-    monkeypatch.setattr(models, "_to_bytes", noted)
+    monkeypatch.setattr(models, "to_bytes", noted)
     decoding(latent(LONG_SHAPE), lambda clip: clip.write(tmp_path / "out.mp4"))
     # Made, waiting for room, waiting, encoded; in turn only the one that is made.
     assert len(most) == len(CHUNKS) and max(most) <= (3 if decoding.ahead else 1)

@@ -278,7 +278,7 @@ def test_a_step_runs_the_passes_that_a_stream_needs_and_no_other(ranks, defined,
     *passes, (last, unread, _) = ranks.sequences["guided"]
     assert [writes["video_x0"] for _, _, writes in passes] == [f"{kind}_video" for kind in needed]
     assert (last, unread) == ("guide", {f"{k}_{s}": f"cond_{s}" for k in PASSES if k not in needed for s in STREAMS})
-    assert len(make_job("a", recipe="dev", guidance=guidance).prompts) == (2 if "uncond" in needed else 1)
+    assert len(make_job("a", recipe="dev", guidance=guidance).texts) == (2 if "uncond" in needed else 1)
     for _, reads, writes in passes:  # the negative pass reads both negative contexts
         if writes["video_x0"] == "uncond_video":
             assert [ranks.tensors[reads[f"{stream}_context"]].item() for stream in STREAMS] == [2, -2]
@@ -324,7 +324,7 @@ def test_defaults_are_those_of_ltx_pipelines():
     assert NEGATIVE_PROMPT.endswith(f"speech_ending_short, {DEFAULT_NEGATIVE_PROMPT}")
     job = make_job("rain", recipe="dev")
     for compat, wanted in ((None, NEGATIVE_PROMPT), ("ltx-core-1.0.0", SHORT_NEGATIVE_PROMPT)):
-        assert replace(job, compat=compat).prompts == ("rain", wanted)
+        assert replace(job, compat=compat).texts == ("rain", wanted)
     for stream in STREAMS:
         theirs = dataclasses.asdict(getattr(LTX_2_3_PARAMS, f"{stream}_guider_params"))
         ours = dataclasses.asdict(getattr(DEFAULTS, stream))

@@ -106,8 +106,8 @@ def test_a_sound_needs_the_graphs_of_text_and_images_alone_and_is_not_guided():
 
 def test_stages_steps_and_prompts_are_those_of_the_jobs_kind():
     nag = job(nag_scale=11.0)
-    assert nag.prompts == ("rain", NEGATIVE_PROMPT) and replace(nag, negative_prompt="").prompts == ("rain", "")
-    assert [job(nag_scale=scale).prompts for scale in (None, 1)] == [("rain",)] * 2
+    assert nag.texts == ("rain", NEGATIVE_PROMPT) and replace(nag, negative_prompt="").texts == ("rain", "")
+    assert [job(nag_scale=scale).texts for scale in (None, 1)] == [("rain",)] * 2
     dubbed = job(**DUBBED)
     assert [stage.loras for stage in dubbed.stages] == [LORAS, LORAS] and dubbed.audio_key == "s1_audio"
     whole, half = job(TWO), job(TWO, skip_stage_2=True)

@@ -38,7 +38,7 @@ VALUES = {
     **dict.fromkeys(("video_conditioning", "conditioning_attention_mask"), ((FILE, 1.0),)),
     **dict.fromkeys(("lora", "ic_lora", "distilled_lora", "detailing_lora"), ((FILE,),)),
     **dict.fromkeys(("two_stage", "sound_only", "skip_stage_2", "stage_2_ic_lora", "tile"), True),
-    **dict.fromkeys(("images_as_guides", "dfr", "decode_with_keyframes"), True),
+    **dict.fromkeys(("images_as_guides", "dfr", "decode_with_keyframes", "chunked"), True),
     **dict.fromkeys(("height", "width", "tile_height", "tile_width"), 64),
     **dict.fromkeys(("audio_start_time", "start_time", "end_time"), 0.0),
     **dict.fromkeys(("audio_max_duration", "extend", "reference_audio_max_duration"), 1.0),
@@ -49,7 +49,8 @@ VALUES = {
     **{"auto_duration": (1, 2), "negative_prompt": "grey", "motion_speed": 0.5, "tail_frames": 8},
     **{"identity_guidance_scale": 2.0, "reference_strength": 0.5, "keyframe_strength": 0.5},
     **dict.fromkeys(("high_quality", "no_keyframes", "alpha_gen"), True),
-    **{"text_embeddings": FILE, "input_colorspace": "acescg", "exr_colorspace": "acescct", "prompt": "a fox"},
+    **{"text_embeddings": FILE, "input_colorspace": "acescg", "exr_colorspace": "acescct"},
+    **{"prompt": "a fox", "prompts": ["b", "c"]},
 }
 
 

@@ -1,0 +1,93 @@
+"""A tiny clip of two windows, the engine that makes it, and ltx-core's own loop over the windows."""
+
+import dataclasses
+from typing import NamedTuple
+
+import pytest
+import torch
+from engines import drawn_contexts, give_contexts, opened_engine, opened_workspace
+from golden.patches import numerics
+from golden.upstream import Pipeline
+from jobs import make_job
+
+from ltx_neuron.artifacts import build
+from ltx_neuron.engine.run import Engine
+from ltx_neuron.job import Job, Size
+
+WINDOW, CARRY, BLEND, RATE = 25, 17, 5, 24.0
+
+
+def clip(frames: int = 33, prompt: str = "waves", **fields) -> Job:
+    windows = {"chunk_pixel_frames": WINDOW, "chunk_carry_frames": CARRY, "chunk_blend_frames": BLEND}
+    return make_job(prompt, Size(64, 64, frames, RATE, two_stage=True), 7, **windows | fields)
+
+
+@pytest.fixture(scope="session")
+def engine_of(tiny, artifacts):
+    """engine_of(job): the same one, with the job's graphs."""
+    workspace = opened_workspace(tiny, artifacts, 1)
+    with opened_engine(workspace, tiny) as engine:
+
+        def prepared(job: Job) -> Engine:
+            build.make(workspace, workspace.weight_sets("dit", {()}))
+            build.make(workspace, workspace.dit_graphs(job.buckets_to_compile))
+            return engine
+
+        yield prepared
+
+
+def made(engine_of, job: Job, **options):
+    """The result of a job, whose contexts are drawn."""
+    engine = engine_of(job)
+    engine.on_stage_end = options.pop("on_stage_end", None)
+    give_contexts(engine, job, lambda prompt: drawn_contexts(engine.workspace.transformer, prompt))
+    (result,) = engine.run([job], keep=True, **options)
+    return result
+
+
+class Held(NamedTuple):
+    """Sound at the beginning of a window that is there already."""
+
+    latent: torch.Tensor
+
+    def apply_to(self, latent_state, latent_tools):
+        tokens = latent_tools.patchifier.patchify(self.latent)
+        count = tokens.shape[1]
+        clean = torch.cat([tokens, latent_state.clean_latent[:, count:]], 1)
+        mask = latent_state.denoise_mask.clone()
+        mask[:, :count] = 0
+        return dataclasses.replace(latent_state, clean_latent=clean, denoise_mask=mask)
+
+
+class InWindows(Pipeline):
+    """Window after window through both stages, by the functions of ltx-pipelines and one generator."""
+
+    def run(self):
+        tensors, self.ends = {}, {}
+        for number, prompt in enumerate(self.job.texts_of_windows * (2 // len(self.job.texts_of_windows))):
+            self.job = self.job.replaced(prompt=prompt)
+            self.num_frames = WINDOW
+            tensors |= {f"w{number}_{name}": x for name, x in super().run().items()}
+        return tensors
+
+    def _stage(self, height, width, sigmas, video=None, audio=None):
+        ended = super()._stage(height, width, sigmas, video, audio)
+        sound = round(CARRY / RATE * 25)
+        self.ends[height] = ended[0][:, :, -(CARRY // 8 + 1) :], ended[1][:, :, -sound:]
+        return ended
+
+    def _streams(self, height, width, *begin):
+        from ltx_core.conditioning import VideoConditionByLatentIndex
+
+        streams = super()._streams(height, width, *begin)
+        if height not in self.ends:
+            return streams
+        video, audio = self.ends[height]
+        items = VideoConditionByLatentIndex(latent=video, strength=1.0, latent_idx=0), Held(audio)
+        return tuple(s._replace(items=(*s.items, item)) for s, item in zip(streams, items, strict=True))
+
+
+@torch.no_grad()
+def by_ltx_core(tiny, job: Job, draw) -> dict[str, torch.Tensor]:
+    with numerics("later"):
+        return InWindows(tiny, job, draw).run()

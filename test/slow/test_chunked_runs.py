@@ -1,0 +1,28 @@
+"""The memory of a chunked clip does not grow with its windows."""
+
+import chunked_clips
+from chunked_clips import BLEND, CARRY, WINDOW, clip, made
+from helpers import one_thread, read_video  # noqa: F401
+
+from ltx_neuron.report.recorder import Recorder
+
+engine_of = chunked_clips.engine_of  # fixture
+GROWTH = 1.05  # what allocators keep, and the index of the MP4
+
+
+def test_forty_windows_need_no_more_memory_than_four(engine_of, tmp_path):
+    def peak(windows: int) -> int:
+        """The peak of this process and its ranks, in bytes."""
+        job = clip(WINDOW + (WINDOW - CARRY) * (windows - 1))
+        assert len(job.windows) == windows and BLEND
+        engine = engine_of(job)
+        engine.recorder = engine.residency.recorder = Recorder()
+        made(engine_of, job, write=lambda clip: clip.write(tmp_path / "long.mp4"))
+        assert read_video(tmp_path / "long.mp4")["video_seconds"] == job.size.seconds
+        phases = engine.recorder.report({}, "cpu", 1, {}, {})["phases"]
+        return max(phase["peak_rss_bytes"] for phase in phases)
+
+    peak(4)  # loads models
+    four, forty = peak(4), peak(40)
+    print(f"\n4 windows: {four / 1e6:.0f} MB, 40 windows: {forty / 1e6:.0f} MB, {forty / four:.3f}")
+    assert forty < GROWTH * four

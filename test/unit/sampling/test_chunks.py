@@ -1,0 +1,160 @@
+"""Windows of a chunked clip: which frames, images, keyframes and prompts each has, and what is refused."""
+
+import itertools
+
+import pytest
+import torch
+from helpers import one_thread, randn  # noqa: F401
+from jobs import make_job, replace
+from printed import runs
+
+from ltx_neuron.denoise.start import starting_states
+from ltx_neuron.errors import UserError
+from ltx_neuron.job import Job, Size
+from ltx_neuron.sampling.chunks import layout
+from ltx_neuron.sampling.conditions import ImageCondition, ReferenceAudio, ReferenceVideo, SoundCondition
+from ltx_neuron.sampling.latents import patchify_audio, patchify_video
+from ltx_neuron.sampling.shapes import video_latent_shape
+from ltx_neuron.weights.lora import Lora
+
+
+def job(frames: int = 73, window: int = 41, carry: int = 17, **fields) -> Job:
+    lengths = {"chunk_pixel_frames": window, "chunk_carry_frames": carry} | fields
+    size = lengths.pop("size", Size(128, 192, frames, 24.0, two_stage=True))
+    return make_job(lengths.pop("prompt", "a fox"), size, **lengths)
+
+
+def test_windows_own_every_frame_once_and_only_the_last_one_is_shorter():
+    for total, window, carry in itertools.product(range(9, 400, 8), (41, 97), (17, 25)):
+        windows = layout(total, window, carry, 0)
+        if total <= window:
+            assert not windows
+            continue
+        owned = [w.start + frame for w in windows for frame in range(w.taken, w.frames)]
+        assert owned == [*range(total)]
+        assert all(w.frames == window for w in windows[:-1]) and carry < windows[-1].frames <= window
+        for before, after in itertools.pairwise(windows):
+            assert after.start == before.start + before.frames - carry and after.taken == before.given == carry
+
+
+def test_the_windows_of_the_golden_run_are_upstreams():
+    windows = layout(73, 41, 17, 8, keyframes=2)
+    assert [(w.frames, w.start, w.taken, w.given) for w in windows] == [
+        (41, 0, 0, 17),
+        (41, 24, 17, 17),
+        (25, 48, 17, 0),
+    ]
+    slots = [w.start + frame for w in windows for frame in w.generated]
+    assert slots == [20, 40, 53, 64, 67, 70]
+    assert [w.held for w in windows] == [(), (16,), (5, 16)]
+
+
+def test_images_and_prompts_go_to_the_windows_that_own_their_frames():
+    images = [ImageCondition(f"{frame}.png", frame) for frame in (0, 40, 41, 50, -1)]
+    windows = job(images=images, prompt="", prompts=("a fox", "a hare")).windows
+    assert [[image.frame_index for image in w.image] for w in windows] == [[0, 40], [17, 26], [24]]
+    assert [w.prompt for w in windows] == ["a fox", "a fox", "a hare"]
+    assert job(prompt="", prompts=("a fox", "a hare")).texts == ("a fox", "a hare")
+
+
+def test_a_longer_clip_needs_no_other_graph_and_a_window_of_the_default_length_adds_72_frames():
+    two, ten = (job(97 + 72 * n, 97, 25) for n in (1, 9))
+    assert two.buckets == ten.buckets and len(two.buckets) == 2 and len(ten.windows) == 10
+    plain = replace(two, chunk_pixel_frames=None, chunk_carry_frames=None, chunked=False)
+    assert job(97, 97, 25).buckets == replace(plain, size=replace(two.size, num_frames=97)).buckets
+
+
+@pytest.mark.parametrize(("carry", "scale", "dropped"), [(17, 1, 3), (25, 1, 4), (25, 2, 3), (0, 1, 0)])
+def test_the_tokens_of_a_reference_that_touch_the_carry_are_not_seen(carry, scale, dropped):
+    video = ReferenceVideo("depth.mp4", 1.0, 200, 1, scale, start=24, carry=carry)
+    size = Size(128, 192, 41, 24.0)
+    frames, *sides = video.latent_shape(size)
+    assert video.dropped_latents == dropped and video.seen_shape(size) == (frames - dropped, *sides)
+
+
+@runs("sampling/inputs.py:_check_windows: --num-frames")
+def test_a_reference_is_read_from_the_first_frame_of_the_window():
+    loras = (Lora("ic.safetensors", 1.0),)
+    long, short = (ReferenceVideo("depth.mp4", 1.0, frames) for frames in (73, 65))
+    windows = job(references=(long,), stage_1_loras=loras).windows
+    assert [(w.references[0].start, w.references[0].carry) for w in windows] == [(0, 0), (24, 17), (48, 17)]
+    with pytest.raises(UserError, match="got 65 frames, wanted 73.*type --num-frames 65"):
+        job(references=(short,), stage_1_loras=loras)._check_windows(0)
+    job(65, references=(short,), stage_1_loras=loras)._check_windows(0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"window": 40}, "wanted 8k.1, 25 to .*type --chunk-pixel-frames 41"),
+        ({"carry": 9}, "type --chunk-carry-frames 17"),
+        ({"window": 25, "carry": 25}, "type --chunk-pixel-frames 33"),
+        ({"chunk_blend_frames": 18}, "wanted 0 to 17"),
+        ({"window": 25}, "wanted 0 to 7"),
+        ({"num_generated_keyframes": 23}, "wanted 0 to 22 .* with a carry of 17"),
+        ({"prompt": "", "prompts": ("a", "b", "c", "d")}, "got 4 for 3 windows"),
+        ({"prompts": ("a",)}, "cannot be combined"),
+        ({"upscale": "spatial"}, "upscale"),
+        ({"tail_frames": 8}, "cannot be combined"),
+    ],
+)
+def test_lengths_and_fields_that_cannot_be_are_refused_with_what_to_type(fields, message):
+    with pytest.raises(UserError, match=message):
+        job(**fields).check()
+
+
+def test_any_length_of_windows_turns_them_on():
+    assert make_job("a fox", chunk_blend_frames=0).holds("chunked") and not make_job("a fox").holds("chunked")
+
+
+def tensors_of(window: Job, stage) -> dict[str, torch.Tensor]:
+    """What a stage of a window begins with, of random latents."""
+    shape = video_latent_shape(stage.height, stage.width, window.size.num_frames)
+    rows, columns = shape[1:]
+    carried = {"video": (128, 3, rows, columns), "audio": (8, round(17 / 24 * 25), 16)}
+    carried["generated_keyframes"] = 128, len(window.chunk.held), rows, columns
+    sounds = {
+        "audio_latent": (8, 75, 16),
+        "audio_reference": (8, 75, 16),
+        "s1_audio": (8, window.size.audio_frames, 16),
+    }
+    shapes = {f"carried_{stage.key}_{kind}": sizes for kind, sizes in carried.items()}
+    shapes |= {"upsampled": (128, *shape), "upsampled_keyframes": (128, len(window.chunk.generated), rows, columns)}
+    shapes |= {name: x for name, x in sounds.items() if name != "audio_latent" or window.sound}
+    for name, reference in zip(
+        ("reference_latent", "s2_reference_latent"), 2 * window.appended_references(False), strict=False
+    ):
+        shapes[name] = 128, *reference.latent_shape(window.stage_size(name.startswith("s2")))
+    return {name: randn(1, *sizes, seed=n) for n, (name, sizes) in enumerate(shapes.items())}
+
+
+@pytest.mark.parametrize("kind", ["slots", "references", "a sound", "dubbing"])
+def test_every_stage_has_the_tokens_of_its_graph_and_the_carry_is_pinned_as_it_is(kind):
+    lora, size = Lora("ic.safetensors", 1.0), Size(128, 192, 73, 24.0, two_stage=True)
+    video = ReferenceVideo("clip.mp4", 1.0, 73)
+    fields = {
+        "slots": {"num_generated_keyframes": 2},
+        "references": {"references": (video,), "stage_1_loras": (lora,)},
+        "a sound": {"sound": SoundCondition("song.wav")},
+        "dubbing": {"dubbing": video, "loras": (lora,), "reference_sound": ReferenceAudio("clip.mp4", 75)},
+    }[kind]
+    whole = job(size=size, **fields)
+    for stage in whole.stages:
+        window, bucket = whole.of(stage), whole.bucket(stage)
+        tensors = tensors_of(window, stage)
+        video, audio = starting_states(whole, stage, tensors, [], torch.float32)
+        tokens = video.latent.shape[1], audio.latent.shape[1]
+        assert (
+            tokens == (bucket.video_tokens, bucket.audio_tokens) == (video.positions.shape[2], audio.positions.shape[2])
+        )
+        assert len(video.masks) <= bucket.timesteps
+        if window.chunk.taken:
+            held = patchify_video(tensors[f"carried_{stage.key}_video"])
+            count = held.shape[1]
+            assert torch.equal(video.clean_latent[:, :count], held) and not video.denoise_mask[:count].any()
+            assert video.denoise_mask[count] == 1 and len(audio.masks) <= 2
+        if kind == "a sound":  # as long as the clip: 76 latents, of which the file has 75
+            first = round(window.chunk.start / 24 * 25)
+            sound = patchify_audio(tensors["audio_latent"][:, :, first : first + window.size.audio_frames])
+            known = sound.shape[1] if not stage.upsampled else 0
+            assert torch.equal(audio.latent[:, :known], sound[:, :known]) and audio.frozen
