@@ -266,13 +266,10 @@ def plan(
         return [plans[kind] for kind in kinds]
 
     stages, weights = stage_plans(job), _dit_bytes(checkpoint, tp, torch_dtype)
-    alone = job.sound_only or job.silent
-    used = _dit_bytes(checkpoint, tp, torch_dtype, ALONE[job.silent]) if alone else weights
-    gemma_bytes = embeddings = 0
-    if gemma:
-        with export.fake_process_group(tp):
-            gemma_bytes = sum(text_weights(gemma, config, tp).values()) * torch_dtype.itemsize
-        embeddings = gemma.vocab_size * gemma.hidden_size * torch_dtype.itemsize
+    used = weights
+    if job.sound_only or job.silent:
+        used = _dit_bytes(checkpoint, tp, torch_dtype, ALONE[job.silent])
+    gemma_bytes, embeddings = _gemma_bytes(gemma, config, tp, torch_dtype) if gemma else (0, 0)
     memory = CoreMemory(used["rank"], gemma_bytes, _activations(stages))
     weights_of_rank, ranks = max(used["rank"], gemma_bytes), profile.cores_needed(tp)
     last, limit = stages[: len(job.clips[0].stages)][-1], profile.memory_bytes_per_core
@@ -315,6 +312,15 @@ def plan(
         assumed=ASSUMED,
         stages=stages,
     )
+
+
+def _gemma_bytes(
+    gemma: GemmaConfig, config: TransformerConfig, tp: int, dtype: torch.dtype
+) -> tuple[int, int]:
+    """Of a rank's weights, and of the token embeddings on the host."""
+    with export.fake_process_group(tp):
+        of_rank = sum(text_weights(gemma, config, tp).values())
+    return of_rank * dtype.itemsize, gemma.vocab_size * gemma.hidden_size * dtype.itemsize
 
 
 def weight_sets(job: Job) -> int:

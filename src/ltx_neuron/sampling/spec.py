@@ -315,6 +315,9 @@ class ConditionFields(Fields):
     input_colorspace: Literal["srgb_gamma", "srgb", "acescg", "acescct"] = _option(
         "of HDR: colour space of the input (default: srgb_gamma)", default="srgb_gamma"
     )
+    exr_colorspace: Literal["acescg", "srgb_linear", "acescct"] = _option(
+        "of HDR: colour space of the written EXR files (default: acescg)", default="acescg"
+    )
     high_quality: StrictBool = _switch("of HDR: generate each frame twice, and keep one of them")
     no_keyframes: StrictBool = _switch("of HDR: no keyframes between its segments")
     alpha_gen: StrictBool = _switch(
@@ -382,9 +385,6 @@ class DetailFields(Fields):
     )
     decode_with_keyframes: StrictBool = _switch(
         "of --num-generated-keyframes: the diffusion decoder reads the keyframes, on the host"
-    )
-    exr_colorspace: Literal["acescg", "srgb_linear", "acescct"] = _option(
-        "of HDR: colour space of the written EXR files (default: acescg)", default="acescg"
     )
     reference_strength: float | None = _option(
         "strength of --reference-video, 1: its pictures, 0: noise (default: 1)",

@@ -139,7 +139,7 @@ def test_keyframes_are_at_the_ends_of_segments_inside_the_input(frames, seams):
     assert (plain.size.sides, plain.size.num_frames, twice.size.num_frames) == ((64, 96), frames, 2 * frames - 1)
     assert plain.output_size.sides == (60, 92) and plain.position_rate == 30
     assert plain.stage_buckets(plain.stages[0])[0].timesteps == (3 if seams else 2)
-    assert plain.stage_buckets(plain.stages[0])[0].streams == ("video",) and plain.prompts == ()
+    assert plain.stage_buckets(plain.stages[0])[0].streams == ("video",) and plain.texts == ()
 
 
 def test_other_inputs_are_refused_with_what_they_need(tmp_path, monkeypatch):
