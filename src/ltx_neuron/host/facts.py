@@ -9,7 +9,7 @@ from ltx_neuron.format import print_once
 from ltx_neuron.host.encode_inputs import DUBBED, REFERENCE, RETAKE, VOICE, read_reference_audio
 from ltx_neuron.host.hdr import exr_frames, package, read_exr
 from ltx_neuron.host.images import is_still
-from ltx_neuron.host.media import ffmpeg, footage, read_sound, video_size
+from ltx_neuron.host.media import footage, read_sound, video_size
 from ltx_neuron.sampling.conditions import WeightedFile
 from ltx_neuron.sampling.inputs import JobInputs, Media
 from ltx_neuron.sampling.shapes import SPACE_SCALE, TIME_SCALE, sound_latent_frames
@@ -119,7 +119,7 @@ def _clip(inputs: JobInputs) -> tuple[int, float]:
 
 
 UPSCALED = "--upscale-video"
-_LONGEST, _PART = 20, 19  # seconds: the released models' last position; of a cut video's parts
+_LONGEST = 20  # seconds: the released models' last position
 
 
 def upscaling(inputs: JobInputs, ic_loras: WeightSet) -> dict[str, Any]:
@@ -130,20 +130,13 @@ def upscaling(inputs: JobInputs, ic_loras: WeightSet) -> dict[str, Any]:
     assert path
     check_readable(path, UPSCALED, f"; pass a video as {UPSCALED} FILE")
     clip, (scale, _) = footage(path, UPSCALED, inputs.upright), reference_scale(ic_loras)
-    if clip.seconds > _LONGEST:
-        cut = ["-force_key_frames", f"expr:gte(t,n_forced*{_PART})", "-f", "segment"]
-        cut += ["-segment_time", _PART, "-reset_timestamps", 1]
-        raise UserError(
-            f"{UPSCALED} {path} lasts {clip.seconds:.1f} s, wanted at most {_LONGEST}: a tile has"
-            f" all of a video's frames, and the model has no later positions.\nType:"
-            f" {ffmpeg(path, '%03d.mp4', *cut)}"
-        )
+    windows = inputs.holds("chunked") or clip.seconds > _LONGEST
     frames = (clip.num_frames - 1) // TIME_SCALE * TIME_SCALE + 1
     sides = [-(-side // SPACE_SCALE) * SPACE_SCALE * scale for side in clip.sides]
     height, width = inputs.height or sides[0], inputs.width or sides[1]
     print_once(
         f"{UPSCALED} {path}: {frames} of {clip.num_frames} frames (8k+1) of"
-        f" {clip.height}x{clip.width} become {height}x{width}"
+        f" {clip.height}x{clip.width} become {height}x{width}{', in windows' * windows}"
     )
     sound = read_sound(path, UPSCALED, 0.0, frames / clip.frame_rate)
     if sound is None:
@@ -153,6 +146,7 @@ def upscaling(inputs: JobInputs, ic_loras: WeightSet) -> dict[str, Any]:
         "video_conditioning": (WeightedFile(path, 1.0),),
         "audio_path": path if sound else None,
         "tile": True,
+        "chunked": windows,
         "height": height,
         "width": width,
         "num_frames": frames,

@@ -96,7 +96,8 @@ def layout(
     num_frames: int, window: int, taken: int, blend: int, keyframes: int = 0
 ) -> tuple[Chunk, ...]:
     """The windows of a clip; none if it fits one. All frames but `blend` are 8k+1. keyframes: of
-    each window."""
+    each window. Raises FieldError for impossible lengths."""
+    _check(window, taken, blend, keyframes)
     total, length, overlap = map(latents_of, (num_frames, window, taken))
     if total <= length:
         return ()
@@ -119,8 +120,7 @@ def layout(
     return tuple(windows)
 
 
-def check(window: int, taken: int, blend: int, keyframes: int) -> None:
-    """Raise FieldError for impossible lengths of windows."""
+def _check(window: int, taken: int, blend: int, keyframes: int) -> None:
     new = window - taken
     for name, value, least, most, unit in (
         ("chunk_carry_frames", taken, _LEAST_CARRY, _MOST, TIME_SCALE),

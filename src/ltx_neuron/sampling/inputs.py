@@ -628,7 +628,7 @@ class JobInputs(JobFields):
             image.check(self.output_size.num_frames)
         frames, count = self.size.num_frames, self.num_generated_keyframes or 0
         if self.holds("chunked"):
-            self._check_windows(count)
+            self._check_windows()
         if self.dfr and frames == 1:
             raise FieldError("{num_frames} 1: {dfr} renders motion, wanted 9 or more")
         if not self.windows and count > (most := max(0, frames - 2)):
@@ -655,12 +655,11 @@ class JobInputs(JobFields):
         if self.retake:
             self.retake.check(self.size.seconds)
 
-    def _check_windows(self, keyframes: int) -> None:
+    def _check_windows(self) -> None:
         if COMPAT[self.compat].plain_stage_2:
             raise FieldError(
                 f"{{chunked}} does not go with {{compat}} {self.compat}; leave one out"
             )
-        chunks.check(*self.window_frames, keyframes)
         windows, frames = len(self.clips), self.size.num_frames
         if (count := len(self.prompts or ())) > windows:
             raise FieldError(

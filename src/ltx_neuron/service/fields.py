@@ -25,12 +25,13 @@ from starlette.datastructures import UploadFile
 from ltx_neuron.config.common import digest
 from ltx_neuron.job import Job
 from ltx_neuron.sampling import spec
-from ltx_neuron.sampling.conditions import Crf, FrameIndex, Keyframes, Strength, TileSide
+from ltx_neuron.sampling.conditions import Crf, FrameIndex, Frames, Keyframes, Strength, TileSide
 from ltx_neuron.sampling.spec import described_as
 from ltx_neuron.service.api_error import ApiError, field_of, invalid
 from ltx_neuron.service.sizes import RequestedSize
 
 MAX_PROMPT = 10_000  # characters; the model reads 1024 tokens
+MAX_PROMPTS = 64  # next_prompts
 MAX_IMAGES = 8
 MAX_REFERENCES = 4  # for an IC-LoRA
 MAX_FILES = MAX_IMAGES + MAX_REFERENCES + 3  # with a sound, a video and a mask
@@ -262,6 +263,15 @@ class VideoRequest(spec.GuidanceFields, spec.DetailFields, spec.SamplingFields, 
     num_generated_keyframes: Keyframes | None = described_as("num_generated_keyframes")
     decode_with_keyframes: bool | None = described_as("decode_with_keyframes")
     extend: float | None = described_as("extend")
+    chunked: bool | None = described_as("chunked")
+    chunk_pixel_frames: Frames | None = described_as("chunk_pixel_frames")
+    chunk_carry_frames: Frames | None = described_as("chunk_carry_frames")
+    chunk_blend_frames: int | None = described_as("chunk_blend_frames")
+    next_prompts: tuple[Annotated[str, Field(max_length=MAX_PROMPT, pattern=r"\S")], ...] = Field(
+        (),
+        max_length=MAX_PROMPTS,
+        description="of chunked: further prompts in order; with prompt dealt out to the windows",
+    )
     video_conditioning: Annotated[tuple[WeightedReference, ...], BeforeValidator(_references)] = (
         Field(
             (),
@@ -276,7 +286,9 @@ class VideoRequest(spec.GuidanceFields, spec.DetailFields, spec.SamplingFields, 
     tile_height: TileSide | None = described_as("tile_height")
     tile_width: TileSide | None = described_as("tile_width")
 
-    @field_validator("images", "video_stg_blocks", "audio_stg_blocks", mode="before")
+    @field_validator(
+        "images", "video_stg_blocks", "audio_stg_blocks", "next_prompts", mode="before"
+    )
     @classmethod
     def _from_text(cls, value: Any) -> Any:
         """Parse the JSON text of a form's list."""
@@ -312,7 +324,10 @@ class VideoRequest(spec.GuidanceFields, spec.DetailFields, spec.SamplingFields, 
         """The job without the size and the files."""
         names = spec.JobFields.model_fields.keys() & VideoRequest.model_fields.keys()
         names -= RequestedSize.model_fields.keys() | _MEDIA.keys()
-        return Job(**self.model_dump(include=names, exclude_none=True))
+        fields = self.model_dump(include=names, exclude_none=True)
+        if self.next_prompts:
+            fields["prompts"] = fields.pop("prompt"), *self.next_prompts
+        return Job(**fields)
 
     @property
     def inputs(self) -> list[str]:

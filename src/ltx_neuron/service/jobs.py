@@ -77,7 +77,8 @@ class JobSubmitter:
             notes = preflight.notes(job, self.sizes.workspace)
             notes = [public(note, folder) for note in notes]
             line = job.with_paths(lambda path: path.name).to_line()
-            shown = {"model": self.model, "prompt": job.prompt, "seed": job.seed, "notes": notes}
+            shown = {"model": self.model, "prompt": request.prompt, "seed": job.seed}
+            shown |= {"notes": notes}
             shown |= CompiledSize(job.output_size, job.recipe).as_dict()
             shown |= {"settings": request.settings, "inputs": request.inputs}
             programs = self.sizes.workspace.dit_programs_for
@@ -117,10 +118,12 @@ class JobSubmitter:
                 job = job.replaced(**fields)
             if request.reference_audio:
                 self._check_lora_set(request, "reference_audio", "an IC-LoRA")
-            _ = job.media  # raises UserError
+            _ = job.media, job.windows  # raise UserError
             job = job.replaced(tail_frames=requested.tail_frames)
             chosen = sizes.choose(requested, job)
             job = job.resized(chosen.size)
+            if job.windows and job.size.seconds > (most := self.limits.max_media_seconds):
+                raise invalid("seconds", f"{job.size.seconds:g} s: wanted at most {most:g} s")
         loras = sizes.loras(request.lora_set, chosen)
         for image, (param, held) in zip(images, request.held.items(), strict=True):
             upload = Path(image.path).with_suffix(".upload")

@@ -33,7 +33,7 @@ _MAX_LISTED = 12  # sizes in a message
 _OWN_GRAPHS = (
     *("image", "video_path", "video_conditioning", "conditioning_attention_mask"),
     *("reference_video", "stage_2_ic_lora", "tile", "reference_audio", "nag_scale"),
-    "num_generated_keyframes",
+    *("num_generated_keyframes", "chunked"),
 )
 _OF_REFERENCES = {"video_conditioning", "conditioning_attention_mask", "reference_audio"}
 _OF_REFERENCES |= {"stage_2_ic_lora", "tile"}
@@ -292,6 +292,9 @@ class SizeRegistry:
             param = name if name in ("reference_audio", "reference_video") else param
             compiled = compiled if name == "images" else self.inputs.get(name, [])
         what += f" with {' and '.join(fields)}" if fields else ""
+        if job.holds("chunked"):
+            window, carry, _ = job.window_frames
+            what += f" in windows ({window} + n x {window - carry} frames need no shorter last one)"
         if sound := job.reference_sound:
             what += f" of {_voice_seconds(sound.latents):.2f} s of sound"
         if job.voice:

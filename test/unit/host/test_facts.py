@@ -2,13 +2,10 @@
 
 import pytest
 import torch
-from clips import run_printed
 from helpers import picture_frames, tone, write_film
 from safetensors.torch import save_file
 
-from ltx_neuron.errors import UserError
 from ltx_neuron.host import encode_inputs
-from ltx_neuron.host.media import footage
 from ltx_neuron.job import Job
 from ltx_neuron.sampling.conditions import WeightedFile
 
@@ -44,9 +41,10 @@ def test_a_typed_size_replaces_the_clips_and_a_clip_without_sound_gets_one(upsca
     assert "clip.mkv has no sound: the model generates one" in capsys.readouterr().out
 
 
-def test_a_clip_past_the_models_positions_is_refused_with_the_command_that_cuts_it(upscaled, tmp_path, ffmpeg):
-    with pytest.raises(UserError, match="lasts 42.0 s, wanted at most 20: a tile has all of a video's frames") as error:
-        upscaled(frames=42, rate=1)
-    run_printed(str(error.value), tmp_path)
-    parts = [footage(path, "").num_frames for path in sorted(tmp_path.glob("clip-*.mp4"))]
-    assert parts == [19, 19, 4]
+def test_a_clip_past_the_models_positions_is_upscaled_in_windows(upscaled, capsys):
+    job = upscaled(frames=42, rate=2)
+    assert (job.size.num_frames, job.holds("chunked"), job.windows) == (41, True, ())  # it fits one of 97 frames
+    assert "become 128x128, in windows" in capsys.readouterr().out
+    assert not upscaled(frames=38, rate=2).holds("chunked")
+    windows = upscaled(frames=42, rate=25, chunk_pixel_frames=25, chunk_carry_frames=17, chunk_blend_frames=0).windows
+    assert [window.references[0].start for window in windows] == [0, 8, 16]

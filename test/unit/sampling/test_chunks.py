@@ -79,8 +79,8 @@ def test_a_reference_is_read_from_the_first_frame_of_the_window():
     windows = job(references=(long,), stage_1_loras=loras).windows
     assert [(w.references[0].start, w.references[0].carry) for w in windows] == [(0, 0), (24, 17), (48, 17)]
     with pytest.raises(UserError, match="got 65 frames, wanted 73.*type --num-frames 65"):
-        job(references=(short,), stage_1_loras=loras)._check_windows(0)
-    job(65, references=(short,), stage_1_loras=loras)._check_windows(0)
+        job(references=(short,), stage_1_loras=loras)._check_windows()
+    job(65, references=(short,), stage_1_loras=loras)._check_windows()
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,7 @@ FILM = Size(64, 96, 57)  # of the videos that are sent: longer than the parts th
 WINDOW = Size(64, 96, 105)  # that makes it two seconds longer
 PAIR, WIDE = Size(128, 192, 57, two_stage=True), Size(128, 256, 57, two_stage=True)  # made with references
 WITH_TAIL = Size(*SMALL.sides, SMALL.num_frames + 8)
+LONG = Size(*SMALL.sides, 121 + 96)  # in two windows
 TILES = {"tile_height": 64, "tile_width": 96}  # six of PAIR's second stage
 VOICES = 51, 126  # latents: 2 and 5 s
 
@@ -107,6 +108,7 @@ def studio(folder, files: dict[str, bytes], release=RELEASES[0]):
         sizes.upsamplers = {"spatial"}
         for of, inputs in (
             ((SMALL, WITH_TAIL), {}),
+            ((LONG,), {"chunked": True, "chunk_pixel_frames": 121}),
             ((SMALL,), {"images": (ImageCondition("x"),)}),
             ((SMALL,), {"images": (ImageCondition("x"), ImageCondition("x", 120, 0.8))}),
             ((SMALL,), {"recipe": "dev"}),

@@ -197,7 +197,7 @@ def test_every_field_of_a_job_can_be_sent_but_files_by_their_paths_and_loras_by_
     no_graphs = {"images_as_guides", "skip_stage_2", "sampler", "sound_only"}
     no_graphs |= {"dfr", "temporal_upsample_rounds", "auto_duration", "upscale_video"}
     no_graphs |= {"text_embeddings", "input_colorspace", "exr_colorspace", "high_quality", "no_keyframes", "alpha_gen"}
-    no_graphs |= {"prompts", "chunked", *(f"chunk_{kind}_frames" for kind in ("pixel", "carry", "blend"))}
+    no_graphs |= {"prompts"}  # prompt and next_prompts
     loras = set(LoraFields.model_fields)  # a lora_set names them
     assert set(JobFields.model_fields) - set(VideoRequest.model_fields) == uploads | no_graphs | loras
 

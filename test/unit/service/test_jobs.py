@@ -23,6 +23,7 @@ from unit.service import client
 from unit.service.client import (
     FILM,
     FORM,
+    LONG,
     MOST_BODY,
     PAIR,
     SIZE,
@@ -99,6 +100,11 @@ JOBS = {
         TAIL,
         {"size": WITH_TAIL, "tail_frames": 8},
         {"num_frames": 121, "seconds": "5", "notes": []},
+    ),
+    "a long clip": (
+        {"size": SIZE, "num_frames": "217", "chunk_pixel_frames": "121", "next_prompts": '["night falls"]'},
+        {"windows.1.chunk.start": 96, "windows.1.prompts.1": "night falls", "size": LONG},
+        {"seconds": "9", "prompt": "waves"},
     ),
     "a tail of seconds": (TAIL | {"seconds": "5"}, {"size": WITH_TAIL}, {"num_frames": 121}),
     "a tail of frames": (TAIL | {"num_frames": "113"}, {"size": SMALL}, {"num_frames": 113}),

@@ -177,3 +177,15 @@ def test_with_neuron_vae_a_size_is_offered_if_its_decoder_is_compiled():
 
     sizes = SizeRegistry(Decoders(TALL), CompiledSize(TALL, "distilled"), upsamplers=(), neuron_vae=True)
     assert offered(sizes) == {TALL}
+
+
+def test_a_long_clip_needs_the_graphs_of_its_windows_and_a_refusal_says_which_lengths_have_no_others():
+    clip, job = Size(512, 768, 97 + 2 * 72), Job(chunked=True)
+    sizes = registry(clip, chunked=True)
+    longer = RequestedSize(num_frames=97 + 9 * 72, width=768, height=512)
+    assert sizes.choose(longer, job).size.num_frames == 745
+    odd = str(refusal(sizes, longer.model_copy(update={"num_frames": 753}), job))
+    assert (
+        "with chunked in windows (97 + n x 72 frames need no shorter last one)" in odd and "768x512, 97 frames" in odd
+    )
+    refusal(sizes, longer)  # in one window
