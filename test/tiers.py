@@ -20,7 +20,7 @@ import pytest
 
 FIRST = frozenset({"unit", "integration"})
 # What runs of these tiers may cost: make test, and make test-all, which CI runs. Two idle cores of
-# an AMD EPYC take 940 and 2310, with AVX2 alone 990 and 3090, most of the difference for bfloat16.
+# an AMD EPYC take 940 and 2620, with AVX2 alone 990 and 3090, most of the difference for bfloat16.
 # CI ends after 35 minutes of two cores, 4200 seconds.
 CPU_SECONDS = {FIRST: 1140, FIRST | {"slow"}: 4200}
 # The mean CPU seconds of work() on that EPYC in its fast hours. In slow ones, as virtual machines
