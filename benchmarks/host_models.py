@@ -5,7 +5,7 @@
     python benchmarks/host_models.py video-encoder | image-encoder | upsampler
 
 Ours run as in a generation (host.models.HostModels): "ours" as one with --dtype bfloat16, whose
-arithmetic is what this CPU was measured to be faster in, "ours float32" as one in float32.
+dtype is the host's, "ours float32" as one in float32.
 ltx-core's modules have the same weights, in float32 and in bfloat16; sound is float32 in all. All
 ways take the same input in turn, in one process; medians count. The lines before the last are
 distances from ltx-core in float32 and ratios to it; the last one is JSON. With --memory each way
@@ -31,7 +31,7 @@ from tiny.config import released_config, tiny_config
 from tiny.weights import checkpoint_weights, save, upsampler_weights
 from torch import Tensor, nn
 
-from ltx_neuron.host.arithmetic import arithmetic, fastest_libraries
+from ltx_neuron.host import dtypes
 from ltx_neuron.host.models import HostModels, import_ltx_core
 from ltx_neuron.sampling.shapes import (
     AUDIO_CHANNELS,
@@ -80,10 +80,9 @@ class Files:
         save(self.upsampler, weights, {"config": json.dumps(upsampler)})
 
     def ours(self, dtype: torch.dtype) -> HostModels:
-        computes = arithmetic("auto" if dtype == torch.bfloat16 else "float32", dtype)
-        computes = computes._replace(libraries=fastest_libraries())
+        host_dtype = dtypes.of_video("auto" if dtype == torch.bfloat16 else "float32", dtype)
         upsampler = {"spatial_upsampler_path": self.upsampler}
-        return HostModels(self.checkpoint, self.config, dtype, **upsampler, arithmetic=computes)
+        return HostModels(self.checkpoint, self.config, dtype, **upsampler, host_dtype=host_dtype)
 
     def theirs(self, configurator, prefix: str, dtype: torch.dtype) -> nn.Module:
         """ltx-core's module with the weights whose names begin with a prefix; the upsampler's,

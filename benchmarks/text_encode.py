@@ -36,7 +36,6 @@ from tiny.weights import DIFFUSION, random_weights
 from ltx_neuron.config.common import TEXT_TOKENS
 from ltx_neuron.config.gemma import gemma_config
 from ltx_neuron.config.transformer import transformer_config
-from ltx_neuron.host.arithmetic import fastest_libraries
 from ltx_neuron.host.models import import_ltx_core
 from ltx_neuron.text.encoders import Contexts
 from ltx_neuron.text.host_encoder import HostTextEncoder
@@ -143,16 +142,14 @@ def main() -> None:
 def measure(folder: Path, args: argparse.Namespace) -> None:
     dtype, checkpoint = DTYPES[args.dtype], Checkpoint(write_release(folder, args.tiny))
     gemma, config = gemma_config(folder), transformer_config(checkpoint.config)
-    libraries = fastest_libraries()
     source = Source(SHARDED_MODELS["gemma3"], [checkpoint, *gemma_files(folder)])
-    ours = HostTextEncoder(source, gemma, config, dtype, libraries)
+    ours = HostTextEncoder(source, gemma, config, dtype)
     reference = Reference(folder, checkpoint, dtype)
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(7, gemma.vocab_size, (args.tokens,), generator=generator).tolist()
-    products = ", ".join(f"{name}: {library}" for name, library in libraries._asdict().items())
     print_conditions(
         f"{args.tokens} tokens, {args.dtype}, {LAYERS} layers of {gemma.hidden_size}, {BLOCKS}"
-        f" block a connector; transformers {version('transformers')}; products by {products}"
+        f" block a connector; transformers {version('transformers')}"
     )
     ways = {REFERENCE: lambda: reference.encode(ids), "ours": lambda: ours.encode([ids])[0]}
     turns = take_turns(ways, args.repeats)

@@ -47,8 +47,8 @@ def compare(part: str, workspace: Workspace, graphs: list[Need], compute: Callab
 
 def encode(workspace: Workspace, size: Size) -> dict:
     job = make_job("", size, retake=Retake("noise", 0, size.seconds))
-    arithmetic, how = workspace.arithmetic, (workspace.checkpoint_path, workspace.config, workspace.dtype)
-    host = HostModels(*how, profile=workspace.profile, arithmetic=arithmetic, files=workspace.files)
+    how = workspace.checkpoint_path, workspace.config, workspace.dtype
+    host = HostModels(*how, profile=workspace.profile, host_dtype=workspace.host_dtype, files=workspace.files)
     (clip,) = job.encoded_clips
     noise = torch.randn((1, 3, *clip.pixels), generator=torch.Generator().manual_seed(0))
     pixels = noise.clip(-1, 1).to(workspace.dtype)

@@ -25,7 +25,6 @@ from serving import ASKED, TP, ask, stop_after, worker  # noqa: E402
 from ltx_neuron.artifacts.workspace import Workspace  # noqa: E402
 from ltx_neuron.config.profiles import resolve  # noqa: E402
 from ltx_neuron.engine.run import Engine  # noqa: E402
-from ltx_neuron.host.arithmetic import choices_file  # noqa: E402
 from ltx_neuron.report.recorder import Recorder  # noqa: E402
 from ltx_neuron.service import database  # noqa: E402
 from ltx_neuron.service.jobs import VIDEO  # noqa: E402
@@ -197,7 +196,7 @@ def run_until(working, *entries) -> None:
     watching.join()
 
 
-def test_a_worker_stores_calibration_first_and_adds_up_the_seconds_of_its_work(tiny, tmp_path):
+def test_a_worker_adds_up_the_seconds_of_its_work(tiny, tmp_path):
     """Busy seconds count every moment once, also where phases overlap: a clip's price is made of them."""
     artifacts = tmp_path / "artifacts"
     artifacts.mkdir()
@@ -207,8 +206,6 @@ def test_a_worker_stores_calibration_first_and_adds_up_the_seconds_of_its_work(t
         working = Worker(queue, engine, "w1")
         working.stop.set()
         working.run()
-        # Else another process could choose otherwise, and the next worker go on to other bits.
-        assert "float32_products" in choices_file(artifacts).read_text()
 
         def decode_sound(begun: threading.Event) -> None:
             with engine.recorder.phase("decode_audio"):

@@ -7,7 +7,7 @@ import warm_python
 from conftest import ROOT, SCRIPT_SECONDS, succeeded
 from tiny.config import merge, released_config
 
-from ltx_neuron.host.arithmetic import FLOAT32, arithmetic
+from ltx_neuron.host import dtypes
 from ltx_neuron.host.vae_memory import decode_bytes, encode_bytes
 
 # The allocator's and oneDNN's own, beside tensors; measured 1 to 10 % at these sizes and the released ones.
@@ -15,13 +15,13 @@ TOLERANCE = 0.2
 # The released steps with a quarter of the channels.
 NARROW = {"vae": {"decoder_base_channels": 32, "latent_channels": 32}}
 THREADS = 2
-BFLOAT16 = arithmetic("auto", torch.bfloat16)  # as a run in it would compute here
+BFLOAT16 = dtypes.of_video("auto", torch.bfloat16)  # as a run in it would compute here
 # What is measured, its frames (or latents), rows and columns, and how it is computed.
 CASES = {
-    "decoded in tiles": ("decode", (17, 2, 18), FLOAT32),  # in time and width, blended from chunks that count
+    "decoded in tiles": ("decode", (17, 2, 18), torch.float32),  # in time and width, blended from chunks that count
     "decoded in bfloat16": ("decode", (3, 8, 12), BFLOAT16),
-    "one frame encoded": ("encode", (1, 768, 1024), FLOAT32),
-    "encoded in tiles": ("encode", (89, 128, 256), FLOAT32),
+    "one frame encoded": ("encode", (1, 768, 1024), torch.float32),
+    "encoded in tiles": ("encode", (89, 128, 256), torch.float32),
     "encoded in bfloat16": ("encode", (25, 256, 384), BFLOAT16),
 }
 # Memory that glibc keeps after it is freed, by a moving threshold, is not the model's. The constant
@@ -37,7 +37,6 @@ import torch
 from ltx_core.model.video_vae import VideoDecoderConfigurator, VideoEncoderConfigurator
 from tiny.config import merge, released_config
 from ltx_neuron.config.video import video_decoder_config, video_encoder_config
-from ltx_neuron.host.arithmetic import Arithmetic
 from ltx_neuron.host.media import pixels_of
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.host.vae import host_decoder, host_encoder
@@ -50,7 +49,7 @@ def made(configurator, host_model, own_config):
     model = configurator.from_config(config).bfloat16().eval().requires_grad_(False)
     for weight in model.state_dict().values():
         weight.fill_(0.01)  # the statistics' memory may hold NaN
-    return host_model(own_config(config), model.state_dict(), arithmetic)
+    return host_model(own_config(config), model.state_dict(), dtype)
 
 def decode(*latent):
     deque(host.decode_video(torch.randn(1, WIDTH, *latent)), maxlen=2)  # one is encoded and one waits
@@ -64,8 +63,7 @@ torch.set_num_threads({THREADS})
 config = merge(released_config(), {NARROW})
 WIDTH = config["vae"]["latent_channels"]
 what, dtype = sys.argv[1], getattr(torch, sys.argv[2])
-arithmetic = Arithmetic(dtype)
-host = HostModels("", config, torch.float32 if what == "decode" else dtype, arithmetic=arithmetic)
+host = HostModels("", config, torch.float32 if what == "decode" else dtype, host_dtype=dtype)
 if what == "decode":
     run, smallest = decode, (1, 1, 1)
     model = host.video_decoder = made(VideoDecoderConfigurator, host_decoder, video_decoder_config)
@@ -80,14 +78,14 @@ print(status("VmHWM") - before + sum(tensor.nbytes for tensor in model.weights.v
 """
 
 
-@pytest.mark.parametrize(("what", "shape", "arithmetic"), CASES.values(), ids=CASES)
-def test_the_peak_of_a_process_is_the_counted_one(tmp_path, what, shape, arithmetic):
+@pytest.mark.parametrize(("what", "shape", "dtype"), CASES.values(), ids=CASES)
+def test_the_peak_of_a_process_is_the_counted_one(tmp_path, what, shape, dtype):
     config, path = merge(released_config(), NARROW), tmp_path / "measured.py"
     path.write_text(SCRIPT)
-    words = [path, what, arithmetic.describe()["host_dtype"], *shape]
+    words = [path, what, str(dtype).removeprefix("torch."), *shape]
     measured = int(succeeded(warm_python.run([*map(str, words)], ROOT, SCRIPT_SECONDS)).stdout)
     if what == "decode":
-        counted = decode_bytes(config, shape, THREADS, arithmetic)
+        counted = decode_bytes(config, shape, THREADS, dtype)
     else:
-        counted = encode_bytes(config, shape, THREADS, arithmetic, arithmetic.dtype)
+        counted = encode_bytes(config, shape, THREADS, dtype, dtype)
     assert measured == pytest.approx(counted, rel=TOLERANCE)

@@ -380,12 +380,11 @@ def refine(folder: Path, steps: int) -> None:
 def measure(folder: Path, clips: int, sheet: Path | None) -> dict:
     """Mean and least PSNR of clips and single frames, by size and decoder, in bfloat16."""
     from ltx_neuron.config.video import video_decoder_config
-    from ltx_neuron.host.arithmetic import Arithmetic
     from ltx_neuron.host.vae import host_decoder
 
     vae = frozen(folder).bfloat16()
     weights = frozen(folder).decoder.bfloat16().state_dict()
-    fast = host_decoder(video_decoder_config(demo_config()), weights, Arithmetic(torch.bfloat16, 8))
+    fast = host_decoder(video_decoder_config(demo_config()), weights, torch.bfloat16)
     found, rows = {}, []
     for height, width, frames in (
         (HEIGHT, WIDTH, NUM_FRAMES),

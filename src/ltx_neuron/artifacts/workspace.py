@@ -34,7 +34,7 @@ from ltx_neuron.config.transformer import Bucket, TransformerConfig, transformer
 from ltx_neuron.config.video import video_decoder_config, video_encoder_config
 from ltx_neuron.errors import FieldError, UserError, flag_of
 from ltx_neuron.format import few
-from ltx_neuron.host.arithmetic import Arithmetic, arithmetic, fastest_libraries
+from ltx_neuron.host import dtypes
 from ltx_neuron.host.encoding import tile_counts
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.models.programs import (
@@ -274,14 +274,13 @@ class Workspace:
 
     def host_text_encoder(self, loras: WeightSet = ()) -> HostTextEncoder:
         """The text encoder for the host's CPU; it loads weights when it encodes."""
-        source, libraries = self.source("gemma3", loras), self.arithmetic.libraries
-        return HostTextEncoder(source, self.gemma, self.transformer, self.dtype, libraries)
+        source = self.source("gemma3", loras)
+        return HostTextEncoder(source, self.gemma, self.transformer, self.dtype)
 
     @property
-    def arithmetic(self) -> Arithmetic:
-        """The host's arithmetic: dtype and libraries."""
-        host = arithmetic(self.profile.host_dtype, self.dtype, self.artifacts)
-        return host._replace(libraries=fastest_libraries(self.artifacts))
+    def host_dtype(self) -> torch.dtype:
+        """Of the video decoder on the host."""
+        return dtypes.of_video(self.profile.host_dtype, self.dtype)
 
     @property
     def identity(self) -> dict:
@@ -296,14 +295,13 @@ class Workspace:
             "dtype": self.dtype_name,
             "profile_set": list(self.profile.settings),
             "host_threads": self.profile.host_threads,
-            **self.arithmetic.describe(),
+            "host_dtype": str(self.host_dtype).removeprefix("torch."),
             "rank_threads": self.profile.rank_threads(self.tp),
         }
 
     def prompt_cache(self, neuron_gemma: bool, loras: WeightSet = ()) -> PromptCache:
         """The cache of this encoder's contexts, on the ranks (`neuron_gemma`) or on the host."""
-        profile, libraries = self.profile, self.arithmetic.libraries._asdict()
-        device = {"device": "host", "host_products": libraries}
+        profile, device = self.profile, {"device": "host"}
         if neuron_gemma:
             graphs = registry.identity(profile, "gemma3")
             device = {"device": "ranks", "tp": self.tp, "profile": profile.name, **graphs}

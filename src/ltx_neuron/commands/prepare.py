@@ -27,8 +27,8 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.files import check_space, read_json, write_json
 from ltx_neuron.flags import verbs
 from ltx_neuron.format import columns, format_bytes, format_seconds
-from ltx_neuron.host.arithmetic import choices_file, this_machine
 from ltx_neuron.job import Job
+from ltx_neuron.report.progress import this_machine, times_file
 
 _SAMPLE_BYTES = 256 * 2**20  # of the checkpoint, copied to measure the write rate
 
@@ -72,8 +72,7 @@ class Preparation:
         self.workspace, self.parts, self.command = workspace, parts, command
         # Records of this machine: "rate", bytes of weights per second; "seconds" of parts;
         # "folders" of graphs that the ranks' compiler has compiled.
-        file = choices_file(workspace.artifacts)
-        self._file = file.with_name(f"preparation-{file.name}")
+        self._file = times_file(workspace.artifacts, "preparation")
         self.took: dict[str, Any] = {"rate": None, "seconds": {}, "folders": []}
         with suppress(UserError):  # no file, or a damaged one
             self.took |= read_json(self._file)

@@ -18,7 +18,6 @@ from torch import Tensor
 from ltx_neuron import artifacts
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import write_tensors
-from ltx_neuron.host.arithmetic import CHOSEN_FIELDS
 from ltx_neuron.invocation import command
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.sampling.chunks import carry
@@ -28,6 +27,7 @@ from ltx_neuron.weights.tensorfile import TensorFile
 
 SUFFIX = ".resume.safetensors"
 _IDENTITY, _GENERATOR, _WINDOW = "job", "generator_state", "window"
+_OF_THE_MACHINE = ("host_dtype",)  # fields of a run's identity that change only rounding
 _CONTEXTS = ("video_context", "audio_context")
 _LATENTS = ("video", "audio", "generated_keyframes")  # of a stage
 # Tensors of a whole chunked clip, not of one window
@@ -205,10 +205,10 @@ def restore_state(
     """The run after its last finished stage.
 
     Raises UserError for a file of another job, a modified file and any other file. exact: also if
-    host arithmetic differs, so that frames may differ in rounding; otherwise this prints a warning.
+    the host dtype differs, so that frames may differ in rounding; otherwise this prints a warning.
     """
     file = TensorFile(path, "leave --resume out to start over")
-    _check_identity(path, file, identity, () if exact else CHOSEN_FIELDS)
+    _check_identity(path, file, identity, () if exact else _OF_THE_MACHINE)
     window = int(file.read(_WINDOW)) if job.windows and _WINDOW in file.shapes else 0
     others = _further_contexts(job)
     names = (*_kept(job, window), *chain(*others), _GENERATOR)
@@ -240,7 +240,7 @@ def _read_window(state: Path, identity: dict, number: int) -> dict[str, Tensor]:
     """The tensors of an ended window. Raises UserError as `restore_state`."""
     path = window_path(state, number)
     file = TensorFile(path, "leave --resume out to start over")
-    _check_identity(path, file, identity, CHOSEN_FIELDS)
+    _check_identity(path, file, identity, _OF_THE_MACHINE)
     return {name: file.read(name) for name in file.shapes if name != _GENERATOR}
 
 

@@ -28,12 +28,11 @@ from ltx_neuron.engine.residency import Residency
 from ltx_neuron.engine.resume import JobRun
 from ltx_neuron.errors import UserError
 from ltx_neuron.host import encode_inputs
-from ltx_neuron.host.arithmetic import choices_file, store_choices
 from ltx_neuron.host.background import POLL_SECONDS, Background, wait_for
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.plan import independent_passes
-from ltx_neuron.report.progress import PhaseLines, bar, printing
+from ltx_neuron.report.progress import PhaseLines, bar, printing, times_file
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.text import inputs
@@ -72,7 +71,7 @@ class Engine:
             options.temporal_upsampler_path or workspace.files.beside("temporal"),
             audio_dtype=audio_dtype(workspace, options),
             profile=workspace.profile,
-            arithmetic=workspace.arithmetic,
+            host_dtype=workspace.host_dtype,
             tiles_1_0_0=self.compat.tiles,
             files=workspace.files,
         )
@@ -84,8 +83,7 @@ class Engine:
         self.stage_run: StageRun | None = None  # its stage, for on_step_end
         # Bars of steps. None: on a terminal alone, with lines of phases; False: no lines either
         self.progress: bool | None = None
-        times = choices_file(workspace.artifacts)
-        self.lines = PhaseLines(times.with_name(f"phases-{times.name}"))
+        self.lines = PhaseLines(times_file(workspace.artifacts, "phases"))
         recorder.show = self._show
         self._contexts: dict[tuple[WeightSet, tuple[str, ...]], list[Contexts]] = {}
         self._caches: dict[WeightSet, PromptCache] = {}
@@ -259,8 +257,6 @@ class Engine:
                     steps = chain.from_iterable(step.programs for step in compiled.values())
                     programs = {step.bucket.name: step.manifest for step in steps}
                     self.residency.load_transformer(programs, first.loras)
-                # Not earlier, so that a refused run does not change the folder.
-                store_choices(self.workspace.artifacts)
                 waiting = []  # jobs whose decoding needs the place of the transformer
                 for group in groups:
                     run, stages = group

@@ -13,7 +13,7 @@ from ltx_neuron.config.profiles import Profile
 from ltx_neuron.config.sound import SPAN_LATENTS, SPAN_ROWS, audio_decoder_config, vocoder_config
 from ltx_neuron.config.video import video_decoder_config, video_encoder_config
 from ltx_neuron.errors import UserError
-from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
+from ltx_neuron.host import dtypes
 from ltx_neuron.host.background import Background, wait_for
 from ltx_neuron.host.encoding import encode_tiled
 from ltx_neuron.host.loading import (
@@ -56,7 +56,7 @@ class HostModels:
         profile: Profile | None = None,  # determines the video's tiles; None: the defaults
         # Of the released video decoder and encoder, and in bfloat16 of upsamplers. None: only the
         # video decoder is ours, all others are ltx-core's
-        arithmetic: Arithmetic | None = None,
+        host_dtype: torch.dtype | None = None,
         tiles_1_0_0: bool = False,  # see Compat.tiles
         # Of a model with one file per part; None: the checkpoint has all parts
         files: ModelFiles | None = None,
@@ -65,9 +65,9 @@ class HostModels:
         self.profile, self.tiles_1_0_0 = profile, tiles_1_0_0
         self.checkpoint_path, self.files = checkpoint_path, files
         self.config = config
-        self.dtype, self.audio_dtype, self.arithmetic = dtype, audio_dtype, arithmetic
+        self.dtype, self.audio_dtype, self.host_dtype = dtype, audio_dtype, host_dtype
         # A bfloat16 run computes in float32 where that is faster, and rounds the result.
-        self.latent_dtype = arithmetic.of_latents(dtype).dtype if arithmetic else dtype
+        self.latent_dtype = dtypes.of_latents(host_dtype, dtype) if host_dtype else dtype
         self.upsampler_paths = {
             "spatial": spatial_upsampler_path,
             "temporal": temporal_upsampler_path,
@@ -79,7 +79,7 @@ class HostModels:
         exact = copy(self)
         exact.release()
         exact.dtype = exact.latent_dtype = torch.float32
-        exact.arithmetic = self.arithmetic and Arithmetic(libraries=self.arithmetic.libraries)
+        exact.host_dtype = self.host_dtype and torch.float32
         return exact
 
     @torch.no_grad()
@@ -221,16 +221,15 @@ class HostModels:
 
     @cached_property
     def video_encoder(self) -> torch.nn.Module:
-        """The ranks' model on the host if there is an arithmetic and the checkpoint's has the
+        """The ranks' model on the host if there is a host dtype and the checkpoint's has the
         released structure, otherwise ltx-core's."""
         spec = self._spec("video_encoder")
         encoder, config = spec.load(), self._released(video_encoder_config)
-        if self.arithmetic is None or config is None:
+        if self.host_dtype is None or config is None:
             return self._laid_out(encoder.to(self.latent_dtype))
         from ltx_neuron.host.vae import host_encoder
 
-        arithmetic = self.arithmetic.of_latents(self.dtype)
-        model = host_encoder(config, encoder.state_dict(), arithmetic)
+        model = host_encoder(config, encoder.state_dict(), self.latent_dtype)
         model.register_forward_hook(spec.check_output)
         return model
 
@@ -240,12 +239,12 @@ class HostModels:
         it is a diffusion decoder, otherwise ltx-core's in `self.dtype`."""
         decoder = self._spec("video_decoder").load()
         if is_diffusion_vae(self.config):
-            return decoder.to((self.arithmetic or FLOAT32).dtype)
+            return decoder.to(self.host_dtype or torch.float32)
         if (config := self._released(video_decoder_config)) is None:
             return decoder.to(self.dtype)
         from ltx_neuron.host.vae import host_decoder
 
-        return host_decoder(config, decoder.state_dict(), self.arithmetic or FLOAT32)
+        return host_decoder(config, decoder.state_dict(), self.host_dtype or torch.float32)
 
     @cached_property
     def video_statistics(self) -> torch.nn.Module:
@@ -293,7 +292,7 @@ class HostModels:
 
     def _laid_out(self, module: torch.nn.Module) -> torch.nn.Module:
         """The module with oneDNN's fastest layout of weights (benchmarks/upsample.md)."""
-        if self.arithmetic and self.latent_dtype == torch.bfloat16:
+        if self.host_dtype and self.latent_dtype == torch.bfloat16:
             lay_channels_last(module)
         return module
 

@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ltx_neuron.config.video import VideoDecoderConfig, VideoEncoderConfig
-from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
 from ltx_neuron.host.background import Workers
 from ltx_neuron.host.convolution import NUMBERS_IN_CACHE, FeatureMap, WritePiece, convolve
 from ltx_neuron.models import video_decoder, video_encoder
@@ -31,13 +30,13 @@ from ltx_neuron.models.video_encoder import SpaceToDepth
 
 
 class HostVideoModel(nn.Module):
-    """The graphs of the video decoder or encoder, computed in `arithmetic`, independent of the
+    """The graphs of the video decoder or encoder, computed in `dtype`, independent of the
     weights' dtype; norms in float32."""
 
-    def __init__(self, program: Program, weights: Mapping[str, Tensor], arithmetic: Arithmetic):
+    def __init__(self, program: Program, weights: Mapping[str, Tensor], dtype: torch.dtype):
         """weights: under the names in rank files."""
         super().__init__()
-        self.program, self.arithmetic = program, arithmetic
+        self.program, self.dtype = program, dtype
         self.weights = {name: self._laid_out(weights[name]) for name in program.weights()}
         for module in [part for graph in program.modules.values() for part in graph.modules()]:
             if isinstance(module, video_decoder.ConvIn | video_encoder.ConvIn):
@@ -49,9 +48,9 @@ class HostVideoModel(nn.Module):
 
     def _laid_out(self, weight: Tensor) -> Tensor:
         """A weight; in bfloat16 as `convolve` uses it: by tap in time, with its channels last."""
-        if weight.ndim < 5 or self.arithmetic.dtype == torch.float32:
+        if weight.ndim < 5 or self.dtype == torch.float32:
             return weight
-        taps_first = weight.to(self.arithmetic.dtype).permute(2, 0, 3, 4, 1).contiguous()
+        taps_first = weight.to(self.dtype).permute(2, 0, 3, 4, 1).contiguous()
         return taps_first.permute(1, 4, 0, 2, 3)
 
     @torch.no_grad()
@@ -73,25 +72,25 @@ class HostVideoModel(nn.Module):
     def _first(self, module: VideoConvolution, x: Tensor) -> "Features":
         """The first stage's features: the convolution of the model's input (F, C, H, W)."""
         frames, channels, *sides = x.shape
-        source = FeatureMap((frames, *sides, channels), self.arithmetic.dtype, module.causal)
+        source = FeatureMap((frames, *sides, channels), self.dtype, module.causal)
         source.inner.copy_(x.permute(0, 2, 3, 1))
         source.repeat_end_frames()
         shape = frames, *sides, len(module.conv.weight)
-        features = Features(shape, module.causal, self.workers, self.arithmetic.dtype)
+        features = Features(shape, module.causal, self.workers, self.dtype)
         features.convolve(source, module.conv.weight, module.conv.bias, features.write)
         features.repeat_end_frames()
         return features
 
 
 def host_decoder(
-    config: VideoDecoderConfig, weights: Mapping[str, Tensor], arithmetic: Arithmetic = FLOAT32
+    config: VideoDecoderConfig, weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float32
 ) -> HostVideoModel:
     """The video decoder. weights: of ltx-core's."""
-    return HostVideoModel(tile_program(config, (1, 1, 1), torch.float32), weights, arithmetic)
+    return HostVideoModel(tile_program(config, (1, 1, 1), torch.float32), weights, dtype)
 
 
 def host_encoder(
-    config: VideoEncoderConfig, weights: Mapping[str, Tensor], arithmetic: Arithmetic = FLOAT32
+    config: VideoEncoderConfig, weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float32
 ) -> HostVideoModel:
     """The video encoder. weights: of ltx-core's. The variance, which is not used, is left out."""
     means = slice(config.latent_channels)
@@ -99,7 +98,7 @@ def host_encoder(
         f"encoder.{name}": weight[means] if name.startswith("conv_out.") else weight
         for name, weight in weights.items()
     }
-    return HostVideoModel(encoder_program(config, (1, 32, 32), torch.float32), named, arithmetic)
+    return HostVideoModel(encoder_program(config, (1, 32, 32), torch.float32), named, dtype)
 
 
 def _trim_heap() -> None:

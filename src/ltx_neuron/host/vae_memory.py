@@ -18,7 +18,6 @@ from ltx_neuron.config import video
 from ltx_neuron.config.diffusion import diffusion_decoder_config, is_diffusion_vae
 from ltx_neuron.errors import UserError
 from ltx_neuron.host import convolution, diffusion, encoding, tiles
-from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
 from ltx_neuron.models.programs import Program, encoder_program, tile_program
 
 _FLOAT32 = 4  # bytes of a number
@@ -31,7 +30,7 @@ def decode_bytes(
     config: Mapping[str, Any],  # the checkpoint's parsed `config` metadata
     latent: tuple[int, int, int],
     threads: int,  # cores that compute at the same time, each with scratch memory
-    arithmetic: Arithmetic = FLOAT32,  # of the decoder
+    dtype: torch.dtype = torch.float32,  # of the decoder
     # Of the latent; by default every profile's; unused for the diffusion decoder
     tiling: TilingConfig | None = None,
     keyframes: bool = False,  # whether the diffusion decoder reads them
@@ -40,13 +39,13 @@ def decode_bytes(
     once. Only the latent's bytes depend on the clip's length."""
     if is_diffusion_vae(config):
         decoder = diffusion_decoder_config(config)
-        return diffusion.decode_bytes(decoder, latent, arithmetic.dtype, keyframes)
+        return diffusion.decode_bytes(decoder, latent, dtype, keyframes)
     try:
         decoder = video.video_decoder_config(config)
     except UserError:
         return 0
     cuts = tiles.cut(latent, tiling or tiles.tiling())
-    peaks = _Peaks(threads, arithmetic)
+    peaks = _Peaks(threads, dtype)
     working = max(peaks.of_decoder(decoder, shape) for shape in set(map(tiles.tile_shape, cuts)))
     # Tiles of one time span are blended into two float32 arrays, frames and their weights. The
     # frames that the next span changes are kept; the others are divided by their weights and wait.
@@ -68,7 +67,7 @@ def encode_bytes(
     config: Mapping[str, Any],
     pixels: tuple[int, int, int],
     threads: int,
-    arithmetic: Arithmetic = FLOAT32,  # of the encoder
+    host_dtype: torch.dtype = torch.float32,  # of the encoder
     dtype: torch.dtype = torch.float32,  # of the run and of the waiting pixels
     whole: bool = False,  # encoded in one piece, not in tiles: HostModels.encode_video
 ) -> int:
@@ -79,10 +78,10 @@ def encode_bytes(
     except UserError:
         return 0
     clip = 3 * prod(pixels)
-    copies = {torch.float32, dtype, arithmetic.dtype}
+    copies = {torch.float32, dtype, host_dtype}
     clip_bytes = clip * sum(copy.itemsize for copy in copies)
     sizes = [pixels] if whole else encoding.tile_counts(pixels)
-    peaks = _Peaks(threads, arithmetic)
+    peaks = _Peaks(threads, host_dtype)
     working = max(peaks.of_encoder(encoder, size) for size in sizes)
     weights = _weights(encoder_program(encoder, (1, 32, 32), torch.float32))
     return weights + max(2 * _FLOAT32 * clip, clip_bytes + working)
@@ -95,8 +94,8 @@ def _weights(program: Program) -> int:
 class _Peaks:
     """Peak bytes of host/vae.py for a tile, from the shapes (F, H, W, C) of its stages."""
 
-    def __init__(self, threads: int, arithmetic: Arithmetic):
-        self.threads, self.itemsize = threads, arithmetic.dtype.itemsize
+    def __init__(self, threads: int, dtype: torch.dtype):
+        self.threads, self.itemsize = threads, dtype.itemsize
 
     def of_decoder(self, config: video.VideoDecoderConfig, latent: Shape) -> int:
         """latent: of a tile, (F, h, w)."""

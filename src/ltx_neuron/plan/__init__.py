@@ -24,7 +24,7 @@ from ltx_neuron.config.profiles import COLLECTIVES_BUFFER, Profile, describe_bac
 from ltx_neuron.config.transformer import STREAMS, Bucket, TransformerConfig, transformer_config
 from ltx_neuron.errors import UserError
 from ltx_neuron.format import format_bytes
-from ltx_neuron.host.arithmetic import arithmetic
+from ltx_neuron.host import dtypes
 from ltx_neuron.invocation import command
 from ltx_neuron.job import Job, Size, Stage
 from ltx_neuron.models import programs
@@ -336,21 +336,22 @@ def _on_the_host(config: Mapping[str, Any], profile: Profile, job: Job, dtype: t
 
     threads, has_vae = profile.host_threads, "vae" in config
     latent = upscaled(job.latent_shape, job.upscale)
-    computes, clips = arithmetic(profile.host_dtype, dtype), job.encoded_clips
+    host_dtype, clips = dtypes.of_video(profile.host_dtype, dtype), job.encoded_clips
     if job.images:  # one at a time, at the size of their stage
         clips += [EncodedClip((1, stage.height, stage.width)) for stage in job.stages]
+    of_latents = dtypes.of_latents(host_dtype, dtype)
     encoded = (
-        encode_bytes(config, clip.pixels, threads, computes.of_latents(dtype), dtype, clip.whole)
+        encode_bytes(config, clip.pixels, threads, of_latents, dtype, clip.whole)
         for clip in (clips if has_vae else ())
     )
     decoded = 0
     if has_vae and not job.sound_only:
-        how = computes, tiles.tiling(profile), job.reads_keyframes
+        how = host_dtype, tiles.tiling(profile), job.reads_keyframes
         decoded = decode_bytes(config, latent, threads, *how)
     return {
         "host_bytes_to_encode": max(encoded, default=0),
         "host_bytes_to_decode": decoded,
-        "host_dtype": computes.describe()["host_dtype"],
+        "host_dtype": str(host_dtype).removeprefix("torch."),
     }
 
 

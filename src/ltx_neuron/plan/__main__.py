@@ -12,12 +12,10 @@ from ltx_neuron.backends.export import fake_process_group
 from ltx_neuron.config.profiles import PROFILES
 from ltx_neuron.engine.preflight import Preflight
 from ltx_neuron.flags import verbs
-from ltx_neuron.host.arithmetic import arithmetic
 from ltx_neuron.plan import Plan, plan, text_weights
 from ltx_neuron.plan.clip import ClipPlan, ClipPlanner
 from ltx_neuron.plan.layouts import ChipLayout, layouts
 from ltx_neuron.plan.table import clip_table, headline, layout_table, table
-from ltx_neuron.weights.tensorfile import DTYPES
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -49,7 +47,6 @@ def planned(args: argparse.Namespace) -> tuple[Plan, ClipPlan, list[ChipLayout]]
     result = plan(checkpoint, profile, job, tp, args.dtype, gemma, files.config)
     with fake_process_group(tp):
         weights = text_weights(gemma, config, tp)
-    computes = arithmetic(profile.host_dtype, DTYPES[args.dtype], args.artifacts_dir)
     identity = tuned_settings.identity(profile, tp, args.dtype, config.digest)
     tuned = tuned_settings.load(args.artifacts_dir, identity)
     planner = ClipPlanner(
@@ -58,7 +55,6 @@ def planned(args: argparse.Namespace) -> tuple[Plan, ClipPlan, list[ChipLayout]]
         weights,
         profile,
         job,
-        computes,
         args.neuron_gemma,
         args.neuron_vae,
         tuned and tuned.step_ms(job.buckets),

@@ -26,7 +26,6 @@ from ltx_neuron.config.profiles import Profile
 from ltx_neuron.config.sound import AUDIO_SCALE
 from ltx_neuron.format import format_bytes, format_flops
 from ltx_neuron.host import diffusion, tiles
-from ltx_neuron.host.arithmetic import Arithmetic
 from ltx_neuron.host.encoding import tile_counts
 from ltx_neuron.host.models import import_ltx_core
 from ltx_neuron.host.spectrogram import mel_sizes
@@ -96,7 +95,6 @@ class ClipPlanner:
     text_weights: dict[str, int]  # numbers in one rank's "gemma3" and "connectors"
     profile: Profile
     job: Job
-    arithmetic: Arithmetic
     neuron_gemma: bool
     neuron_vae: bool
     tuned_step_ms: float | None = None
@@ -179,7 +177,7 @@ class ClipPlanner:
         flops = 2 * plan.tp * products
         what = f"{format_flops(flops)} for a prompt of {PROMPT_TOKENS} tokens"
         if not self.neuron_gemma:
-            name = f"encode_text {self._dtype}"
+            name = f"encode_text {self.plan.host_dtype}"
             return [self._host("encode_text", flops, name, what)]
         rows = [self._at_peak("encode_text", flops, what)]
         if profile.resident:
@@ -210,7 +208,9 @@ class ClipPlanner:
                 flops = self._on_ranks(of_tile, counts)
                 rows.append(self._at_peak("encode_inputs", flops, what, _VAE_SHARE))
             else:
-                rows.append(self._host("encode_inputs", flops, f"encode_video {self._dtype}", what))
+                rows.append(
+                    self._host("encode_inputs", flops, f"encode_video {self.plan.host_dtype}", what)
+                )
         voice = self.job.reference_sound
         if self.job.sound or self.job.retake or voice:
             import_ltx_core()  # this part of it needs torchaudio
@@ -227,16 +227,15 @@ class ClipPlanner:
         if not (count := len(self.job.images)):
             return []
         flops = count * self._encoder_flops(1, stage.height, stage.width)
-        what, rate = f"images, {count}, {format_flops(flops)}", f"encode_video {self._dtype}"
+        what, rate = (
+            f"images, {count}, {format_flops(flops)}",
+            f"encode_video {self.plan.host_dtype}",
+        )
         return [self._host(f"denoise_{stage.name}", flops, rate, what)]
 
     def _encoder_flops(self, *pixels: int) -> int:
         """FLOPs of encoding 8k+1 frames. pixels: frames, rows, columns."""
         return _counted(VideoEncoderConfigurator.from_config, self.config, 3, *pixels)
-
-    @property
-    def _dtype(self) -> str:
-        return str(self.arithmetic.dtype).removeprefix("torch.")
 
     def _denoising(self) -> list[PhaseRow]:
         rows = []
@@ -290,7 +289,7 @@ class ClipPlanner:
         if kind == "spatial" and self.job.size.spatial_scale != 2:
             config |= {"spatial_scale": self.job.size.spatial_scale, "rational_resampler": True}
         flops = _counted(LatentUpsamplerConfigurator.from_config, config, 128, *latent)
-        rate = f"decode_video {self._dtype}"
+        rate = f"decode_video {self.plan.host_dtype}"
         return self._host("upsample", flops, rate, f"{kind}, {format_flops(flops)}")
 
     @property
@@ -315,7 +314,7 @@ class ClipPlanner:
         what = f"{format_flops(total)}, {text}"
         if self.neuron_vae:
             return self._at_peak("decode_video", total, what, share)
-        return self._host("decode_video", total, f"decode_video {self._dtype}", what)
+        return self._host("decode_video", total, f"decode_video {self.plan.host_dtype}", what)
 
     def _on_ranks(self, flops: Mapping[tuple, int], counts: Mapping[tuple, int]) -> int:
         """FLOPs of tp of the ranks that share tiles, some idle. flops: of a tile of each shape."""

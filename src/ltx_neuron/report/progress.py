@@ -1,7 +1,10 @@
 """Shows on a terminal what a run does: a line or a bar for each phase from its begin, whose seconds
 pass, with the seconds that it took the last time. Nothing is shown where stderr is no terminal."""
 
+import hashlib
 import io
+import json
+import os
 import sys
 import threading
 import time
@@ -18,6 +21,7 @@ from typing import TextIO, TypeVar
 
 from tqdm import tqdm
 
+from ltx_neuron import machine
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import read_json, write_json
 from ltx_neuron.format import format_seconds
@@ -108,6 +112,23 @@ class _AboveBars(io.TextIOBase):
 def printing() -> AbstractContextManager:
     """What the block prints on a terminal stands above the lines and bars."""
     return redirect_stdout(_AboveBars(sys.stdout)) if sys.stdout.isatty() else nullcontext()
+
+
+def this_machine() -> dict:
+    """What the times of a run depend on."""
+    return {
+        "processor": machine.processor(),
+        "instructions": machine.instructions(),
+        "cpus": os.cpu_count(),
+        "cpus_allowed": machine.cpus(),
+        "torch": machine.package_version("torch"),
+    }
+
+
+def times_file(artifacts_dir: Path, kind: str) -> Path:
+    """<artifacts-dir>/calibration/<kind>-<digest of this machine>.json"""
+    digest = hashlib.sha256(json.dumps(this_machine()).encode()).hexdigest()[:8]
+    return artifacts_dir / "calibration" / f"{kind}-{digest}.json"
 
 
 class PhaseLines:

@@ -22,7 +22,6 @@ from ltx_neuron.engine.outputs import code_identity, make_report, run_identity, 
 from ltx_neuron.engine.run import Engine, JobFailure
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.files import whole_file
-from ltx_neuron.host.arithmetic import store_choices
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.service.api_error import field_of
@@ -69,9 +68,6 @@ class Worker:
     def run(self) -> None:
         """Run jobs until `stop` is set. Then unfinished jobs wait again."""
         workspace = self.engine.workspace
-        # Measured before the first job: a worker that resumes it must use the same arithmetic.
-        _ = workspace.arithmetic
-        store_choices(workspace.artifacts)
         self._state["identity"] = code_identity(workspace)
         try:
             with run_periodically(self._beat, min(self.queue.lease / 4, 5.0), "heartbeat"):
@@ -163,7 +159,7 @@ class Worker:
         try:
             dtype = self.engine.workspace.dtype
             run = resume.restore_state(path, job, self._identity(job), dtype, exact=True)
-        except UserError:  # saved by another version, or with other arithmetic
+        except UserError:  # saved by another version, or with another host dtype
             return None
         print(f"{self._entry(job).id}: resumed, {len(run.stages_left)} stages left", flush=True)
         return run

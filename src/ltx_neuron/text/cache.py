@@ -20,7 +20,7 @@ MAX_FILES = 64  # kept; each has 13 MB per prompt
 # The files and folders of this package on which contexts depend: the imports of each encoder. The
 # digest of this code is part of the encoder's identity.
 HOST_ENCODER_CODE = (
-    *("config", "models", "text", "host/arithmetic"),
+    *("config", "models", "text"),
     *("weights/checkpoint", "weights/lora", "weights/model_files", "weights/sharding"),
     *("weights/weight_file", "weights/tensorfile"),
 )

@@ -17,7 +17,6 @@ from torch.overrides import TorchFunctionMode
 from ltx_neuron.config.gemma import GemmaConfig
 from ltx_neuron.config.transformer import TransformerConfig
 from ltx_neuron.errors import UserError
-from ltx_neuron.host.arithmetic import MatmulLibraries, StoredProducts
 from ltx_neuron.models.attention import sdpa
 from ltx_neuron.models.connectors import Connectors
 from ltx_neuron.models.gemma3 import Gemma3Encoder
@@ -26,6 +25,13 @@ from ltx_neuron.text import inputs
 from ltx_neuron.text.encoders import Contexts
 from ltx_neuron.weights.checkpoint import Source
 from ltx_neuron.weights.tensorfile import missing_and_unexpected
+
+MANY_ROWS = 256  # of activations: from this number on they count as many
+# Elements of a weight that are cast at once: 8 MB in float32, which fit a core's share of the
+# cache. With many rows of activations casting costs little compared with the product, and larger
+# pieces are faster.
+PIECE_ELEMENTS, LARGE_PIECE_ELEMENTS = 2**21, 2**23
+_MIN_WEIGHT_ROWS = 64  # of a piece: fewer do not keep a product busy
 
 
 class HostTextEncoder:
@@ -38,9 +44,8 @@ class HostTextEncoder:
         gemma: GemmaConfig,
         config: TransformerConfig,
         dtype: torch.dtype,  # of the activations; in float32 runs, matrices keep their stored dtype
-        libraries: MatmulLibraries,  # for float32 products
     ):
-        self.libraries, self.stored_linear = libraries, StoredLinear(libraries)
+        self.stored_linear = StoredLinear()
         self.source, self.gemma, self.config, self.dtype = source, gemma, config, dtype
         self.weights = MappedWeights(source, dtype)
 
@@ -193,11 +198,14 @@ class StreamedLayers(nn.ModuleList):
 
 class StoredLinear(TorchFunctionMode):
     """A context in which nn.functional.linear multiplies fp32 activations with weights of any
-    dtype, in fp32 with the given libraries (host/arithmetic.py). Other functions are torch's."""
+    dtype, in fp32: pieces of a weight that fit the CPU's cache are cast one after another. The
+    memory is reused, because new pages cost more than writing to them. Other functions are torch's.
+    oneDNN computes the products: torch's own library, MKL, has half its rate on CPUs of other
+    vendors than Intel, and at most 1.3 times its rate on Intel's (benchmarks/text_encode.md)."""
 
-    def __init__(self, libraries: MatmulLibraries):
+    def __init__(self):
         super().__init__()
-        self._products = StoredProducts(libraries)
+        self._cast_buffer = torch.empty(0)
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -209,7 +217,29 @@ class StoredLinear(TorchFunctionMode):
         """x (..., K) float32, weight (N, K), bias (N) -> (..., N) float32."""
         rows, outputs = x.shape[:-1].numel(), len(weight)
         output = x.new_empty(rows, outputs)
-        self._products.multiply(x.reshape(rows, -1).contiguous(), weight, output)
+        flat = x.reshape(rows, -1).contiguous()
+        elements = PIECE_ELEMENTS if rows < MANY_ROWS else LARGE_PIECE_ELEMENTS
+        weight_rows = max(_MIN_WEIGHT_ROWS, elements // weight.shape[1])
+        pieces = zip(weight.split(weight_rows), output.split(weight_rows, dim=1), strict=True)
+        for piece, part in pieces:
+            part.copy_(_product(flat, self._as_float32(piece)))
         if bias is not None:
             output.add_(bias)
         return output.view(*x.shape[:-1], outputs)
+
+    def _as_float32(self, piece: Tensor) -> Tensor:
+        """A piece of a weight in float32, valid until the next call."""
+        if piece.dtype == torch.float32:
+            return piece
+        if self._cast_buffer.numel() < piece.numel():
+            self._cast_buffer = torch.empty(piece.numel())
+        return self._cast_buffer[: piece.numel()].view(piece.shape).copy_(piece)
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    """x (M, K) times the transpose of weight (N, K); all are float32."""
+    if not torch.backends.mkldnn.is_available():
+        return x @ weight.t()
+    # The operator that torch.compile's CPU backend uses for a linear layer, because no public
+    # function uses oneDNN for float32.
+    return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")

@@ -25,7 +25,6 @@ from ltx_neuron.engine.resume import JobRun
 from ltx_neuron.engine.run import Engine
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.flags import verbs
-from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
 from ltx_neuron.host.models import HostModels, import_ltx_core
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.text.encoders import Contexts
@@ -147,13 +146,13 @@ def test_the_host_decodes_in_the_profiles_dtype_which_is_recorded(tiny, tmp_path
     common = ["--checkpoint-path", str(tiny.checkpoint), "--artifacts-dir", str(tmp_path), "--profile", "cpu"]
     workspace = flags.workspace(parser.parse_args([*common, *words.split()]))
     assert workspace.identity["host_dtype"] == str(dtype).removeprefix("torch.")
-    assert Engine(workspace, Recorder()).host.video_decoder.arithmetic.dtype == dtype
-    assert host_models(tiny).video_decoder.arithmetic == FLOAT32
+    assert Engine(workspace, Recorder()).host.video_decoder.dtype == dtype
+    assert host_models(tiny).video_decoder.dtype == torch.float32
 
 
-@pytest.mark.parametrize("chosen", [FLOAT32, Arithmetic(torch.bfloat16)], ids=str)
+@pytest.mark.parametrize("chosen", [torch.float32, torch.bfloat16], ids=str)
 def test_a_run_in_bfloat16_encodes_and_upsamples_in_what_is_faster_here(tiny, chosen):
-    exact, theirs, ours = host_models(tiny), *(host_models(tiny, torch.bfloat16, arithmetic=a) for a in (None, chosen))
+    exact, theirs, ours = host_models(tiny), *(host_models(tiny, torch.bfloat16, host_dtype=a) for a in (None, chosen))
     for method, value in {
         "encode_image": latent((1, 3, 1, 64, 96)).clip(-1, 1),
         "upsample": latent(VIDEO_SHAPE),
@@ -163,20 +162,20 @@ def test_a_run_in_bfloat16_encodes_and_upsamples_in_what_is_faster_here(tiny, ch
         )
         assert got.dtype == torch.bfloat16
         assert rel(got, expected) <= 1.2 * rel(other, expected)
-        if chosen == FLOAT32:
+        if chosen == torch.float32:
             # To the bit a run in float32, rounded; that one is ltx-core's to float32's rounding.
-            same = getattr(host_models(tiny, arithmetic=chosen), method)(value.bfloat16().float())
+            same = getattr(host_models(tiny, host_dtype=chosen), method)(value.bfloat16().float())
             assert torch.equal(got, same.bfloat16()) and rel(same, expected) < 1e-5
     weights = [p for p in ours.spatial_upsampler.parameters() if p.ndim == 5 and p.shape[1] > 1]
-    assert {p.is_contiguous(memory_format=torch.channels_last_3d) for p in weights} == {chosen != FLOAT32}
+    assert {p.is_contiguous(memory_format=torch.channels_last_3d) for p in weights} == {chosen != torch.float32}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_run_encodes_clips_by_the_fast_convolutions_in_what_its_latents_are_made_in(tiny, dtype):
-    chosen = Arithmetic(torch.bfloat16)  # of frames; a run in float32 has its latents so
-    host, exact = host_models(tiny, dtype, arithmetic=chosen), host_models(tiny)
+    chosen = torch.bfloat16  # of frames; a run in float32 has its latents so
+    host, exact = host_models(tiny, dtype, host_dtype=chosen), host_models(tiny)
     assert type(host.video_encoder).__name__ == "HostVideoModel"
-    assert host.video_encoder.arithmetic == (FLOAT32 if dtype == torch.float32 else chosen)
+    assert host.video_encoder.dtype == (torch.float32 if dtype == torch.float32 else chosen)
     assert type(exact.video_encoder).__name__ == "VideoEncoder"
     # In two tiles; in one where oneDNN may have no kernels for bfloat16 and takes minutes.
     frames = 97 if dtype == torch.float32 else 17
@@ -200,7 +199,7 @@ def test_an_encoder_and_a_decoder_unlike_the_released_ones_are_ltx_cores_own(tin
     vae = config | {"spatial_padding_mode": "reflect"}
     path = rewrite(tiny.checkpoint, tmp_path / "reflect.safetensors", lambda _: None, {"vae": vae})
     clip = latent((1, 3, 9, 64, 64)).clip(-1, 1)
-    exact, host = (HostModels(path, {"vae": vae}, torch.float32, arithmetic=chosen) for chosen in (None, FLOAT32))
+    exact, host = (HostModels(path, {"vae": vae}, torch.float32, host_dtype=chosen) for chosen in (None, torch.float32))
     assert type(host.video_encoder).__name__ == "VideoEncoder"
     assert torch.equal(host.encode_video(clip), exact.encode_video(clip))
 
@@ -318,7 +317,7 @@ def test_sound_is_decoded_in_float32_whatever_the_dtype(tiny, dtype):
 
 
 def encode_fast(host: HostModels) -> None:
-    host.arithmetic = FLOAT32
+    host.host_dtype = torch.float32
     host.encode_image(latent((1, 3, 1, 64, 64)))
 
 

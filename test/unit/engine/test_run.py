@@ -28,7 +28,6 @@ class Frames:
 @pytest.fixture
 def engine_of(monkeypatch):
     """An engine with made-up generations: engine_of(stage, decode), both called with the job."""
-    monkeypatch.setattr(module, "store_choices", lambda folder: None)
 
     def engine_of(stage=lambda job: None, decode=lambda job: None, overlap=True, **options):
         engine = object.__new__(Engine)

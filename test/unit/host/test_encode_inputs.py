@@ -17,7 +17,6 @@ from ltx_neuron.engine import preflight
 from ltx_neuron.engine.decode import Decoder
 from ltx_neuron.engine.resume import JobRun, restore_state, save_state
 from ltx_neuron.errors import UserError
-from ltx_neuron.host.arithmetic import FLOAT32
 from ltx_neuron.host.encode_inputs import check, encode, mask_divides, token_weights
 from ltx_neuron.host.images import fill
 from ltx_neuron.host.media import Sound, read_sound
@@ -409,7 +408,7 @@ def test_a_mask_weighs_the_tokens_of_all_references_in_order(files, host, tiny):
     weights = token_weights(pixels(mask.path, 64, 96, 25), (2, 2, 3)) * 0.6
     assert torch.equal(tensors["reference_attention"], torch.cat([weights, weights], dim=1))
     assert tensors.keys() == {"reference_latent", "reference_latent_1", "reference_attention"}
-    rounded = encode(HostModels(tiny.checkpoint, host.config, torch.bfloat16, arithmetic=FLOAT32), job)
+    rounded = encode(HostModels(tiny.checkpoint, host.config, torch.bfloat16, host_dtype=torch.float32), job)
     assert rounded.keys() == tensors.keys() and {tensor.dtype for tensor in rounded.values()} == {torch.bfloat16}
     assert 1e-4 < rel(rounded["reference_attention"].float(), tensors["reference_attention"]) < 1e-2
 

@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 
 from ltx_neuron.engine.outputs import OutputPaths
 from ltx_neuron.errors import UserError
-from ltx_neuron.host.arithmetic import Arithmetic
 from ltx_neuron.host.encode_inputs import encode
 from ltx_neuron.host.hdr import exr_folder, from_acescct, hlg_signal, read_exr, to_acescct, write_exr
 from ltx_neuron.host.images import content_digest
@@ -182,9 +181,9 @@ def test_text_embeddings_are_the_contexts_of_the_model_or_refused(tmp_path):
 
 
 def test_the_vae_computes_hdr_in_float32_whatever_the_run_computes_in():
-    host = HostModels("", {}, torch.bfloat16, arithmetic=Arithmetic(torch.bfloat16))
+    host = HostModels("", {}, torch.bfloat16, host_dtype=torch.bfloat16)
     exact = host.exact
-    assert exact.dtype == exact.latent_dtype == exact.arithmetic.dtype == torch.float32
+    assert exact.dtype == exact.latent_dtype == exact.host_dtype == torch.float32
     assert host.dtype == host.latent_dtype == torch.bfloat16 and host.exact is exact
     host.release()
     assert "exact" not in vars(host)

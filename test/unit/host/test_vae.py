@@ -9,14 +9,14 @@ from tiny import TinySizes
 from tiny.config import merge, tiny_config
 from torch import nn
 
+from ltx_neuron import machine
 from ltx_neuron.config.video import video_decoder_config
-from ltx_neuron.host import vae
-from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic, arithmetic, bfloat16_is_faster
+from ltx_neuron.host import dtypes, vae
 from ltx_neuron.host.vae import HostVideoModel, host_decoder
 from ltx_neuron.models.video_decoder import DepthToSpace
 
 LATENTS = [(1, 1, 1), (2, 3, 1), (3, 2, 5)]
-BFLOAT16 = Arithmetic(torch.bfloat16)
+BFLOAT16 = torch.bfloat16
 # Not the released order, nor its divisors of the channels.
 OTHER = {
     "decoder_blocks": [
@@ -43,9 +43,9 @@ def ltx_decoder(**changes) -> nn.Module:
     return randomised(VideoDecoderConfigurator.from_config(config_of(**changes)))
 
 
-def host_like(decoder: nn.Module, arithmetic: Arithmetic = FLOAT32, **changes) -> HostVideoModel:
+def host_like(decoder: nn.Module, dtype: torch.dtype = torch.float32, **changes) -> HostVideoModel:
     """The host's decoder with the weights of ltx-core's."""
-    return host_decoder(video_decoder_config(config_of(**changes)), decoder.state_dict(), arithmetic)
+    return host_decoder(video_decoder_config(config_of(**changes)), decoder.state_dict(), dtype)
 
 
 def rounding(decoder: nn.Module) -> float:
@@ -71,9 +71,9 @@ def test_another_order_of_blocks_is_followed():
     assert rel(got, decoder(latent)) < rounding(decoder)
 
 
-@pytest.mark.parametrize("arithmetic", [FLOAT32, BFLOAT16], ids=str)
-def test_twice_the_same_latent_gives_the_same_bits(arithmetic):
-    decoder, latent = host_like(ltx_decoder(), arithmetic), randn(1, 128, 2, 2, 3)
+@pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16], ids=str)
+def test_twice_the_same_latent_gives_the_same_bits(dtype):
+    decoder, latent = host_like(ltx_decoder(), dtype), randn(1, 128, 2, 2, 3)
     assert torch.equal(decoder(latent), decoder(latent))
 
 
@@ -112,12 +112,12 @@ def test_weights_are_shared_with_the_decoder_and_laid_out_anew_for_bfloat16():
     assert all(torch.equal(half[name], laid_out[name]) for name in laid_out)
 
 
-def test_bfloat16_is_taken_for_a_run_in_it_where_this_cpu_is_faster_in_it():
-    bfloat16 = Arithmetic(torch.bfloat16)
-    assert arithmetic("auto", torch.bfloat16) == (bfloat16 if bfloat16_is_faster() else FLOAT32)
-    assert arithmetic("auto", torch.float32) == FLOAT32
-    assert arithmetic("float32", torch.bfloat16) == FLOAT32
-    assert arithmetic("bfloat16", torch.float32) == bfloat16
+def test_a_bfloat16_run_decodes_in_it_where_the_cpu_multiplies_it(monkeypatch):
+    for instructions, fast in ((["avx512f"], False), (["avx512_bf16"], True), (["amx_tile", "amx_bf16"], True)):
+        monkeypatch.setattr(machine, "instructions", lambda names=instructions: names)
+        assert dtypes.of_video("auto", torch.bfloat16) == (torch.bfloat16 if fast else torch.float32)
+        assert dtypes.of_video("auto", torch.float32) == dtypes.of_video("float32", torch.bfloat16) == torch.float32
+        assert dtypes.of_video("bfloat16", torch.float32) == torch.bfloat16
 
 
 def resident() -> int:

@@ -16,7 +16,6 @@ from ltx_neuron.engine.decode import Decoder
 from ltx_neuron.engine.resume import JobRun
 from ltx_neuron.errors import UserError
 from ltx_neuron.host import diffusion
-from ltx_neuron.host.arithmetic import Arithmetic
 from ltx_neuron.host.diffusion import neighbourhoods, rope_table
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Size
@@ -206,7 +205,7 @@ def test_a_job_is_decoded_with_the_noise_of_its_seed():
 def test_the_host_computes_as_the_profile_says_and_refuses_an_unknown_tensor(tmp_path):
     path = write(tmp_path / "vae.safetensors")
     for dtype in (torch.bfloat16, torch.float32):
-        models = HostModels(path, {"vae": VAE}, torch.bfloat16, arithmetic=Arithmetic(dtype))
+        models = HostModels(path, {"vae": VAE}, torch.bfloat16, host_dtype=dtype)
         assert models.video_decoder.dtype == dtype
     write(path, **{"vae.decoder.conv_mid": torch.zeros(8)})
     with pytest.raises(UserError, match="unexpected: vae.decoder.conv_mid"):

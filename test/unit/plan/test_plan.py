@@ -27,7 +27,6 @@ from ltx_neuron.engine.run import Engine
 from ltx_neuron.errors import UserError
 from ltx_neuron.format import format_bytes
 from ltx_neuron.host import vae_memory
-from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
 from ltx_neuron.host.loading import checkpoint_spec
 from ltx_neuron.job import Job, Size
 from ltx_neuron.plan.__main__ import main
@@ -96,7 +95,7 @@ def planner(planned):
 
     def planner(job=None, profile=TRN2, **changes):
         job = job or job_of()
-        run = dict(arithmetic=Arithmetic(torch.bfloat16), neuron_gemma=False, neuron_vae=False) | changes
+        run = dict(neuron_gemma=False, neuron_vae=False) | changes
         return ClipPlanner(planned(job, profile), CONFIG, weights, profile, job, **run)
 
     return planner
@@ -317,7 +316,7 @@ def test_the_hosts_memory_is_that_of_the_largest_clip_or_image_that_is_encoded(s
     """Of a run in bfloat16 in float32."""
     in_float32 = replace(TRN2, host_dtype="float32")
     host = planning._on_the_host(CONFIG, in_float32, job_of(size[:3], len(size) > 3, **fields), torch.bfloat16)
-    wanted = vae_memory.encode_bytes(CONFIG, pixels, TRN2.host_threads, FLOAT32, torch.bfloat16, whole)
+    wanted = vae_memory.encode_bytes(CONFIG, pixels, TRN2.host_threads, torch.float32, torch.bfloat16, whole)
     assert host["host_bytes_to_encode"] == wanted
 
 

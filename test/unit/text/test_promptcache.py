@@ -155,7 +155,10 @@ def test_another_gemma_config_makes_another_encoder_though_no_weight_differs(tin
 
 @pytest.mark.parametrize(
     ("file", "before", "after"),
-    [("host/arithmetic.py", '"none"', '"relu"'), ("models/gemma3.py", "self.offset + self.weight", "2 + self.weight")],
+    [
+        ("text/host_encoder.py", '"none"', '"relu"'),
+        ("models/gemma3.py", "self.offset + self.weight", "2 + self.weight"),
+    ],
 )
 def test_other_code_makes_another_encoder_on_the_host(tiny, tmp_path, monkeypatch, file, before, after):
     changed = Path(shutil.copytree(PACKAGE, tmp_path / "changed"))

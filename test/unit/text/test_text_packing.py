@@ -18,7 +18,6 @@ from helpers import (
 from ltx_neuron.config.gemma import gemma_config
 from ltx_neuron.config.transformer import transformer_config
 from ltx_neuron.errors import UserError
-from ltx_neuron.host.arithmetic import MatmulLibraries
 from ltx_neuron.sampling.guidance import NEGATIVE_PROMPT
 from ltx_neuron.text import inputs
 from ltx_neuron.text.host_encoder import HostTextEncoder
@@ -36,7 +35,7 @@ def encoder(tiny):
     checkpoint = Checkpoint(tiny.checkpoint)
     source = Source(SHARDED_MODELS["gemma3"], [checkpoint, *gemma_files(tiny.gemma_root)])
     config = transformer_config(checkpoint.config)
-    return HostTextEncoder(source, gemma_config(tiny.gemma_root), config, torch.float32, MatmulLibraries())
+    return HostTextEncoder(source, gemma_config(tiny.gemma_root), config, torch.float32)
 
 
 @pytest.fixture(scope="module")

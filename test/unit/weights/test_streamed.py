@@ -9,8 +9,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ltx_neuron.errors import UserError
-from ltx_neuron.host import arithmetic
-from ltx_neuron.host.arithmetic import BLAS, ONEDNN, MatmulLibraries
+from ltx_neuron.text import host_encoder
 from ltx_neuron.text.host_encoder import MappedWeights, StoredLinear, StreamedLayers
 from ltx_neuron.weights.checkpoint import Source
 from ltx_neuron.weights.sharding import SHARDED_MODELS
@@ -86,18 +85,17 @@ def test_a_source_without_a_layers_weights_is_refused(stored):
         MappedWeights(stored[0], torch.float32).fill(Layer(), f"layers.{LAYERS}.")
 
 
-@pytest.mark.parametrize("library", [BLAS, ONEDNN])
 @pytest.mark.parametrize("rows", [7, 300], ids=["few rows", "many rows"])
 @pytest.mark.parametrize("weight", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("outputs", [10, 3000])  # in one piece, and in several
-def test_products_are_those_of_the_weights_cast_to_fp32(weight, outputs, library, rows, monkeypatch):
+def test_products_are_those_of_the_weights_cast_to_fp32(weight, outputs, rows, monkeypatch):
     for name in ("PIECE_ELEMENTS", "LARGE_PIECE_ELEMENTS"):
-        monkeypatch.setattr(arithmetic, name, 2**15)
+        monkeypatch.setattr(host_encoder, name, 2**15)
     layer = nn.Linear(WIDTH, outputs).requires_grad_(False)
     x = randn(2, rows, WIDTH)
     layer.weight = nn.Parameter(layer.weight.to(weight), requires_grad=False)
     expected = nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double())
-    with StoredLinear(MatmulLibraries(library, library)):
+    with StoredLinear():
         got = layer(x)
     assert got.dtype == torch.float32 and rel(got, expected) < EQUAL
 
@@ -105,5 +103,5 @@ def test_products_are_those_of_the_weights_cast_to_fp32(weight, outputs, library
 def test_activations_of_another_dtype_are_multiplied_as_ever():
     x, weight = randn(3, WIDTH).bfloat16(), randn(5, WIDTH).bfloat16()
     expected = nn.functional.linear(x, weight)
-    with StoredLinear(MatmulLibraries()):
+    with StoredLinear():
         assert torch.equal(nn.functional.linear(x, weight), expected)
