@@ -3,8 +3,7 @@ file headers and loads no weights.
 
 `ltx-neuron plan` prints it.
 
-FLOPs, collectives and activations are counted in the real graphs: head, one block and tail are
-exported at full width on the meta device, and the block's counts are multiplied. ASSUMED lists the
+FLOPs, collectives and activations are counted in the real graphs (plan/cost.py). ASSUMED lists the
 assumptions, and the output prints them.
 """
 
@@ -17,7 +16,6 @@ from typing import Any
 
 import torch
 
-from ltx_neuron.backends import export, mesh, registry
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.config.gemma import GEMMA_3_12B, GemmaConfig
 from ltx_neuron.config.profiles import COLLECTIVES_BUFFER, Profile, describe_backend
@@ -28,8 +26,8 @@ from ltx_neuron.host import dtypes
 from ltx_neuron.invocation import command
 from ltx_neuron.job import Job, Size, Stage
 from ltx_neuron.models import programs
-from ltx_neuron.models.attention import rows_at_once
 from ltx_neuron.models.signatures import upload_bytes
+from ltx_neuron.plan.cost import score_bytes, step_cost, step_launches, text_weights
 from ltx_neuron.plan.forecast import Forecast, forecast, is_measured
 from ltx_neuron.sampling.conditions import EncodedClip
 from ltx_neuron.sampling.samplers import SAMPLERS
@@ -227,8 +225,7 @@ def check_text_fits(
     limit = profile.memory_bytes_per_core
     if limit is None:
         return
-    with export.fake_process_group(tp):
-        weights = sum(text_weights(gemma, config, tp).values())
+    weights = sum(text_weights(gemma, config, tp).values())
     needed = weights * DTYPES[dtype].itemsize + ASSUMED["runtime_bytes_per_core"]
     if needed > limit:
         raise UserError(
@@ -260,9 +257,8 @@ def plan(
     def stage_plans(of: Job) -> list[StagePlan]:
         # Windows are equal if their graphs are.
         kinds = [(x._replace(window=None, chunk=None), *of.stage_buckets(x)) for x in of.stages]
-        with export.fake_process_group(profile.world_size(tp), groups=mesh.groups(profile, tp)):
-            apart = dict(zip(kinds, of.stages, strict=True)).items()
-            plans = {kind: _stage(config, of, s, profile, tp, torch_dtype) for kind, s in apart}
+        apart = dict(zip(kinds, of.stages, strict=True)).items()
+        plans = {kind: _stage(config, of, s, profile, tp, torch_dtype) for kind, s in apart}
         return [plans[kind] for kind in kinds]
 
     stages, weights = stage_plans(job), _dit_bytes(checkpoint, tp, torch_dtype)
@@ -318,8 +314,7 @@ def _gemma_bytes(
     gemma: GemmaConfig, config: TransformerConfig, tp: int, dtype: torch.dtype
 ) -> tuple[int, int]:
     """Of a rank's weights, and of the token embeddings on the host."""
-    with export.fake_process_group(tp):
-        of_rank = sum(text_weights(gemma, config, tp).values())
+    of_rank = sum(text_weights(gemma, config, tp).values())
     return of_rank * dtype.itemsize, gemma.vocab_size * gemma.hidden_size * dtype.itemsize
 
 
@@ -372,18 +367,6 @@ def _dit_bytes(
         if name.startswith("transformer_blocks."):
             totals["blocks"] += size
     return totals
-
-
-def text_weights(gemma: GemmaConfig, config: TransformerConfig, tp: int) -> dict[str, int]:
-    """Numbers in one rank's "gemma3" and "connectors". Inside a fake_process_group."""
-    comm, dtype = export.TorchDistComm(tp), torch.bfloat16
-    parts = {
-        "gemma3": programs.gemma3_program(gemma, config, 128, tp, comm, dtype, states=False),
-        "connectors": programs.connector_program(config, tp, comm, dtype),
-    }
-    return {
-        name: sum(map(math.prod, program.weights().values())) for name, program in parts.items()
-    }
 
 
 def independent_passes(job: Job, stage: Stage) -> int:
@@ -440,7 +423,7 @@ def _stage(
         sequence_parallel=divides,
         whole=whole or None,
         activation_bytes_per_core=step["peak_bytes"],
-        score_bytes_per_core=_score_bytes(config, bucket, profile, tp)[0],
+        score_bytes_per_core=score_bytes(config, bucket, profile, tp)[0],
         score_ms=score_ms,
         upload_bytes=upload_bytes(*uploaded)
         + (len(buckets) - 1) * upload_bytes(*uploaded, TILE_INPUTS),
@@ -470,75 +453,6 @@ def _reference_tokens(job: Job, stage: Stage) -> int:
         end = job.bucket(stage).video_tokens - slots
         count = int(((tokens >= end - count) & (tokens < end)).sum())
     return count
-
-
-def _score_bytes(
-    config: TransformerConfig, bucket: Bucket, profile: Profile, tp: int
-) -> tuple[int, int]:
-    """Bytes of the video's attention scores in fp32, for all heads of a rank: materialized at once,
-    and computed in total; 0 if a flash kernel computes them."""
-    heads, tokens = config.video.heads // tp, bucket.video_tokens
-    queries = programs.own_tokens(tokens, profile.context_parallel)
-    masked = bucket.biased and min(queries, rows_at_once(heads, tokens))
-    rows = {"matmul": queries, "nki": masked}
-    row, rows_held = 4 * heads * tokens, rows.get(profile.attention, 0)
-    return row * rows_held, row * queries if rows_held else 0
-
-
-def step_launches(config: TransformerConfig, blocks_per_graph: int) -> int:
-    """Graphs that a step launches: the whole step, or head, groups of blocks and tail."""
-    if not blocks_per_graph:
-        return 1
-    return 2 + config.num_layers // programs.group_size(config.num_layers, blocks_per_graph)
-
-
-def step_cost(
-    config: TransformerConfig,
-    bucket: Bucket,
-    profile: Profile,
-    tp: int,
-    dtype: torch.dtype,
-    sequence_parallel: bool = False,
-) -> tuple[programs.Program, dict[str, Any]]:
-    """A bucket's program, and the cost of a step for one rank: sums over its calls, and maxima
-    for peak_bytes and the largest collective. moved_bytes: sent by the rank in its
-    tensor-parallel group. weight_bytes, weight_tensors: its weights. inputs: the most other
-    tensors of a graph. score_bytes: to write and read attention's scores. Call it in a process
-    group of the profile's."""
-    counted = dataclasses.replace(profile, backend="torchdist")  # NxD's graphs are not exported
-    how = dtype, 1, profile.attention, sequence_parallel, registry.context(counted, tp)
-    program = programs.dit_program(config, bucket, tp, registry.comm(counted, tp), *how)
-    exported = {
-        name: export.trace(program, name, dtype) for name in program.graphs if name != "guide"
-    }
-    costs = {
-        name: export.cost(graph) | {"moved_bytes": _moved_bytes(graph, tp)}
-        for name, graph in exported.items()
-    }
-    called = [name for name, _ in next(iter(program.runs.values()))]
-    sums = {key: sum(costs[name][key] for name in called) for key in costs[called[0]]}
-    modules = [program.graphs[name].module for name in called]
-    weights = [weight.numel() for module in modules for weight in module.parameters()]
-    largest = {
-        "weight_bytes": sum(weights) * dtype.itemsize,
-        "weight_tensors": len(weights),
-        "score_bytes": 2 * _score_bytes(config, bucket, profile, tp)[1] * config.num_layers,
-        "inputs": max(len(graph.inputs) for graph in program.graphs.values()),
-        "peak_bytes": max(costs[name]["peak_bytes"] for name in called),
-        "largest_collective_bytes": max(map(export.largest_collective, exported.values())),
-    }
-    return program, sums | largest
-
-
-def _moved_bytes(exported: torch.export.ExportedProgram, tp: int) -> float:
-    """Bytes that a rank sends in collectives of its tensor-parallel group. A ring moves (tp - 1) /
-    tp of a reduce-scatter's input, of an all-gather's output, of an all-reduce's both."""
-    moved = 0.0
-    for node in exported.graph.nodes:
-        if node.args and node.args[-1] == mesh.WORLD:
-            argument, result = node.args[0].meta["val"].nbytes, node.meta["val"].nbytes
-            moved += (tp - 1) / tp * (2 * argument if argument == result else max(argument, result))
-    return moved
 
 
 def _between_ranks(step: dict[str, int], profile: Profile, tp: int) -> dict:

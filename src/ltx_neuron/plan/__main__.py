@@ -8,12 +8,12 @@ import sys
 
 from ltx_neuron import errors, flags
 from ltx_neuron.artifacts import tuned_settings
-from ltx_neuron.backends.export import fake_process_group
 from ltx_neuron.config.profiles import PROFILES
 from ltx_neuron.engine.preflight import Preflight
 from ltx_neuron.flags import verbs
-from ltx_neuron.plan import Plan, plan, text_weights
+from ltx_neuron.plan import Plan, plan
 from ltx_neuron.plan.clip import ClipPlan, ClipPlanner
+from ltx_neuron.plan.cost import text_weights
 from ltx_neuron.plan.layouts import ChipLayout, layouts
 from ltx_neuron.plan.table import clip_table, headline, layout_table, table
 
@@ -45,8 +45,7 @@ def planned(args: argparse.Namespace) -> tuple[Plan, ClipPlan, list[ChipLayout]]
     Preflight.of(workspace, flags.run_options(args)).check_files([job], planned=True)
     gemma = files.gemma if with_gemma else files.release.gemma
     result = plan(checkpoint, profile, job, tp, args.dtype, gemma, files.config)
-    with fake_process_group(tp):
-        weights = text_weights(gemma, config, tp)
+    weights = text_weights(gemma, config, tp)
     identity = tuned_settings.identity(profile, tp, args.dtype, config.digest)
     tuned = tuned_settings.load(args.artifacts_dir, identity)
     planner = ClipPlanner(

@@ -81,7 +81,7 @@ def forecast(
     profile: Profile, tp: int, blocks: int, step: Mapping[str, float], launches: int
 ) -> Forecast:
     """The forecast of a step on a profile with documented limits. blocks: of the transformer. step:
-    its cost for one rank, as plan.step_cost counts it. launches: graphs that it launches."""
+    its cost for one rank, as plan.cost.step_cost counts it. launches: graphs that it launches."""
     flops, bandwidth = profile.flops(tp), profile.memory_bytes_per_second(tp)
     assert flops and bandwidth  # a profile with documented limits
     peak, memory = flops / tp, bandwidth / tp

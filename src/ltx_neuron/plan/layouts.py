@@ -1,21 +1,18 @@
 """Forecasts of a clip on one or several chips of a machine, for each layout.
 
-A step's forecast is plan/forecast.py's. Its cost is counted in the graphs of one tensor-parallel
-group and divided here, because exporting the graphs of a layout takes a second. Tests compare the
-two.
+A step's forecast is plan/forecast.py's. Its cost is counted in the graphs of each layout.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ltx_neuron.backends.export import fake_process_group, received_in_sum
-from ltx_neuron.config.common import TEXT_TOKENS
 from ltx_neuron.config.profiles import CONTEXT_PARALLEL, PROFILES, Profile, blocks_per_graph
 from ltx_neuron.config.transformer import Bucket, TransformerConfig
-from ltx_neuron.models.programs import may_divide, own_tokens
-from ltx_neuron.plan import Plan, largest_bucket, step_cost, step_launches
+from ltx_neuron.models.programs import may_divide
+from ltx_neuron.plan import Plan, largest_bucket
 from ltx_neuron.plan.clip import ClipPlanner
+from ltx_neuron.plan.cost import step_cost, step_launches
 from ltx_neuron.plan.forecast import forecast, is_measured
 from ltx_neuron.weights.tensorfile import DTYPES
 
@@ -47,11 +44,6 @@ def layouts(planner: ClipPlanner, config: TransformerConfig) -> list[ChipLayout]
         return []
     base = single_group(profile)
     buckets = [largest_bucket(job, stage) for stage in job.stages]
-    costs = {}
-    with fake_process_group(tp):
-        for bucket in set(buckets):
-            divides = base.sequence_parallel and may_divide(bucket, tp)
-            costs[bucket] = step_cost(config, bucket, base, tp, DTYPES[plan.dtype], divides)[1]
     passes = [stage.passes for stage in plan.stages]
     groups = (base.cores or 0) // tp
     chips_field = {} if base.chips == PROFILES[base.machine].chips else {"chips": base.chips}
@@ -59,7 +51,7 @@ def layouts(planner: ClipPlanner, config: TransformerConfig) -> list[ChipLayout]
     for settings in layout_settings(base, tp, groups, max(passes), buckets):
         layout = replace(base, **settings)
         steps = [
-            step_ms(config, bucket, layout, plan, costs[bucket], count)
+            step_ms(config, bucket, layout, plan, count)
             for bucket, count in zip(buckets, passes, strict=True)
         ]
         seconds = tuple(
@@ -145,69 +137,12 @@ def name_of(layout: Profile) -> str:
 
 
 def step_ms(
-    config: TransformerConfig,
-    bucket: Bucket,
-    layout: Profile,
-    plan: Plan,
-    cost: Mapping[str, float],
-    passes: int,
+    config: TransformerConfig, bucket: Bucket, layout: Profile, plan: Plan, passes: int
 ) -> Range:
-    """Milliseconds of a step with all its passes. cost: for one rank of a single group."""
-    step = divided_cost(config, bucket, layout, plan.tp, DTYPES[plan.dtype].itemsize, cost)
+    """Milliseconds of a step with all its passes."""
+    divides = layout.sequence_parallel and may_divide(bucket, plan.tp, layout.context_parallel)
+    step = step_cost(config, bucket, layout, plan.tp, DTYPES[plan.dtype], divides)[1]
     launches = step_launches(config, layout.blocks_per_graph)
     of_pass = forecast(layout, plan.tp, config.num_layers, step, launches)
     rounds = -(-passes // layout.guidance_parallel)
     return rounds * of_pass.low, rounds * of_pass.high
-
-
-def divided_cost(
-    config: TransformerConfig,
-    bucket: Bucket,
-    layout: Profile,
-    tp: int,
-    itemsize: int,
-    cost: Mapping[str, float],
-) -> dict[str, float]:
-    """The cost of a step for one rank of a layout, from that of a single group."""
-    cp = layout.context_parallel
-    whole = dict(zip(("flops", "attention_flops"), undivided_flops(config, bucket), strict=True))
-    # Every sum of the video's stream has one of the audio's beside it, and so has other work.
-    video = bucket.video_tokens * config.video.inner
-    audio = bucket.audio_tokens * config.audio.inner
-    share = (video / cp + audio) / (video + audio)
-    received = received_bytes(config, bucket, layout, tp, itemsize)
-    return {
-        **cost,
-        **{key: flops / tp + (cost[key] - flops / tp) / cp for key, flops in whole.items()},
-        **{key: cost[key] * share for key in ("moved_bytes", "elementwise_bytes")},
-        "score_bytes": cost["score_bytes"] / cp,
-        "context_bytes": sum(received.values()),
-    }
-
-
-def undivided_flops(config: TransformerConfig, bucket: Bucket) -> tuple[int, int]:
-    """FLOPs of a step that every context-parallel group computes, and of these, attention's: the
-    keys and values of the text, and the audio stream without its attention to the video."""
-    video, audio, tokens = config.video.inner, config.audio.inner, bucket.audio_tokens
-    text = TEXT_TOKENS * (1 + bucket.nag)
-    keys_and_values = 4 * text * (video**2 + audio**2)
-    products = 36 * tokens * audio**2
-    attention = config.num_layers * 4 * tokens * (tokens + text) * audio
-    return config.num_layers * (keys_and_values + products) + attention, attention
-
-
-def received_bytes(
-    config: TransformerConfig, bucket: Bucket, layout: Profile, tp: int, itemsize: int
-) -> dict[str, int]:
-    """Bytes that a rank receives from other groups in a step, by what needs them."""
-    cp = layout.context_parallel
-    part = own_tokens(bucket.video_tokens, cp) * itemsize
-    keys_and_values = 2 * part * config.video.inner // tp
-    # In fp32: every group's maximum of each query's scores, and the sum of all groups' results.
-    queries = 4 * bucket.audio_tokens * config.audio.heads // tp
-    merged = queries * (cp - 1) + received_in_sum(queries * (config.audio.head_dim + 1), cp)
-    return {
-        "self-attention": config.num_layers * keys_and_values * (cp - 1),
-        "video to audio": config.num_layers * merged,
-        "velocity": part * config.in_channels * (cp - 1),
-    }

@@ -12,7 +12,6 @@ import pytest
 from conftest import ROOT
 from helpers import one_thread  # noqa: F401
 from packaging.requirements import Requirement
-from plans import counted_once  # noqa: F401
 
 from ltx_neuron import artifacts, commands, invocation, plan
 from ltx_neuron.doctor import checks, groups

@@ -12,14 +12,11 @@ import pytest
 import torch
 from conftest import ROOT
 from jobs import make_job, replace
-from plans import counted_once  # noqa: F401
 from tiny.config import released_config
 
 from ltx_neuron import plan as planning
 from ltx_neuron.artifacts import build, tuned_settings
 from ltx_neuron.artifacts.workspace import Workspace
-from ltx_neuron.backends import mesh
-from ltx_neuron.backends.export import fake_process_group
 from ltx_neuron.config.profiles import COLLECTIVES_BUFFER, Chip, resolve
 from ltx_neuron.config.transformer import transformer_config
 from ltx_neuron.engine.preflight import RunOptions
@@ -29,10 +26,11 @@ from ltx_neuron.format import format_bytes
 from ltx_neuron.host import vae_memory
 from ltx_neuron.host.loading import checkpoint_spec
 from ltx_neuron.job import Job, Size
+from ltx_neuron.plan import cost
 from ltx_neuron.plan.__main__ import main
 from ltx_neuron.plan.clip import ClipPlanner
 from ltx_neuron.plan.forecast import PUBLISHED, forecast
-from ltx_neuron.plan.layouts import divided_cost, layouts, received_bytes
+from ltx_neuron.plan.layouts import layouts
 from ltx_neuron.plan.table import clip_table, headline, layout_table, table
 from ltx_neuron.report.price import Price
 from ltx_neuron.report.recorder import PHASES, Recorder
@@ -90,8 +88,7 @@ def planned(released):
 @pytest.fixture(scope="module")
 def planner(planned):
     """Plans the time of a clip of 512x768x121 on a trn2.3xlarge, by what is changed of how it is run."""
-    with fake_process_group(4):
-        weights = planning.text_weights(planning.GEMMA_3_12B, TRANSFORMER, 4)
+    weights = cost.text_weights(planning.GEMMA_3_12B, TRANSFORMER, 4)
 
     def planner(job=None, profile=TRN2, **changes):
         job = job or job_of()
@@ -152,16 +149,15 @@ def layout(cp):
 
 
 def cost_of(tp, which=MACHINE, size=LONG):
-    with fake_process_group(which.world_size(tp), groups=mesh.groups(which, tp)):
-        return planning.step_cost(TRANSFORMER, job_of(size).buckets[0], which, tp, torch.bfloat16)[1]
+    return cost.step_cost(TRANSFORMER, job_of(size).buckets[0], which, tp, torch.bfloat16)[1]
 
 
 @pytest.mark.parametrize("published", PUBLISHED, ids=lambda step: f"{step['source']} {step['size']} {step['ms']}")
 def test_a_published_step_is_in_our_range_and_in_the_docs_unless_its_stack_works_otherwise(published):
     (low, high), tp, cp, size = (published[name] for name in ("ms", "tp", "cp", "size"))
     which = replace(layout(cp), backend="torchdist")  # divided as its stack divided it
-    step = divided_cost(TRANSFORMER, job_of(size).buckets[0], which, tp, 2, cost_of(tp, size=size))
-    ours = forecast(which, tp, 48, step, planning.step_launches(TRANSFORMER, which.blocks_per_graph))
+    step = cost_of(tp, which, size)
+    ours = forecast(which, tp, 48, step, cost.step_launches(TRANSFORMER, which.blocks_per_graph))
     assert math.prod(video_latent_shape(*size)) == published["tokens"]
     assert (ours.low <= low and high <= ours.high) != bool(published["differs"])
     ms = f"{low:,}" if low == high else f"{low:,} to {high:,}"
@@ -213,6 +209,8 @@ def test_the_forecast_follows_divided_tokens_more_chips_and_scores_that_are_held
     held = planned(LONG, resolve("trn2.48xlarge", ("attention=matmul",)))
     longer = parts(held)["attention"].high - parts(plain)["attention"].high
     assert longer == pytest.approx(held.stages[0].score_ms)
+    shared = planned(LONG, resolve("trn2.48xlarge", ("attention=matmul", "context_parallel=4")))
+    assert 4 * shared.stages[0].score_bytes_per_core == held.stages[0].score_bytes_per_core
 
 
 def test_the_runtimes_buffer_holds_the_usual_sizes_sums_and_a_larger_one_names_its_setting(planned):
@@ -611,27 +609,6 @@ def test_json_is_one_object_with_the_documented_names(released, capsys):
     assert plan["layouts"] == [] and plan["context_parallel"] == 1
     assert plan["clip"]["seconds"] > 0 and {*plan["clip"]["rows"][0]} == {"name", "where", "seconds", "rate"}
     assert plan["clip"]["price"]["dollars_per_hour"] == 2 and plan["clip"]["price"]["dollars_per_clip"] > 0
-
-
-@pytest.mark.parametrize("cp", [4, 8])
-def test_the_divided_cost_of_a_step_is_that_of_its_graphs(cp):
-    single, counted = cost_of(4), cost_of(4, layout(cp))
-    divided = divided_cost(TRANSFORMER, job_of().buckets[0], layout(cp), 4, 2, single)
-    received = received_bytes(TRANSFORMER, job_of().buckets[0], layout(cp), 4, 2)
-    # docs/scale-out.md: GB that a rank receives for the video's self-attention; the sound's is merged from every
-    # group's result, whatever the video's size.
-    assert received["self-attention"] / 1e9 == pytest.approx({4: 0.91, 8: 1.06}[cp], rel=0.012)
-    assert received["video to audio"] < 0.03e9
-    for name, tolerance in {
-        "context_bytes": 0,
-        "weight_tensors": 0,
-        "flops": 0.01,
-        "attention_flops": 0.01,
-        "moved_bytes": 0.01,
-        "elementwise_bytes": 0.16,  # the text has some, which are not divided
-    }.items():
-        assert counted[name] == pytest.approx(divided[name], rel=tolerance), name
-    assert counted["peak_bytes"] < single["peak_bytes"]
 
 
 def planned_layouts(planner, profile=MACHINE, **fields):

@@ -23,7 +23,7 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.models.gemma3 import Gemma3Encoder, layers_first
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import connector_program, dit_program, gemma3_program
-from ltx_neuron.plan import text_weights
+from ltx_neuron.plan.cost import text_weights
 from ltx_neuron.text.inputs import encoder_inputs
 from ltx_neuron.weights.checkpoint import Checkpoint, Source, gemma_files
 from ltx_neuron.weights.model_files import TextEncoderFile
