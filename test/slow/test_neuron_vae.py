@@ -11,13 +11,11 @@ import torch
 from helpers import randn, rel
 from rank_decoding import (
     CLIP,
-    CLIPS,
     FRAME_COUNTS,
     JOBS,
     ON_RANKS,
     SIZE,
     SOUND,
-    check_frames,
     decoding,
     frames_of,
     opened,
@@ -41,10 +39,6 @@ from ltx_neuron.host.tiles import tiling_for_ranks
 from ltx_neuron.report.recorder import Recorder
 
 SOUND_OF_NOISE = 1e-5
-
-
-def test_frames_of_four_ranks_are_the_host_decoders(tiny, artifacts):
-    check_frames(opened(tiny, artifacts, 4), *CLIPS)
 
 
 def test_sound_is_the_hosts_in_float32_whatever_the_dtype(tiny, artifacts):

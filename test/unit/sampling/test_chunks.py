@@ -103,10 +103,6 @@ def test_lengths_and_fields_that_cannot_be_are_refused_with_what_to_type(fields,
         job(**fields).check()
 
 
-def test_any_length_of_windows_turns_them_on():
-    assert make_job("a fox", chunk_blend_frames=0).holds("chunked") and not make_job("a fox").holds("chunked")
-
-
 def tensors_of(window: Job, stage) -> dict[str, torch.Tensor]:
     """What a stage of a window begins with, of random latents."""
     shape = video_latent_shape(stage.height, stage.width, window.size.num_frames)

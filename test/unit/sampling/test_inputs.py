@@ -1,7 +1,6 @@
 """Inputs of a job besides its prompt: the graphs they need, and the same job by flags, lines and Python calls.
 What is refused: test_refusals.py."""
 
-import argparse
 import json
 import shlex
 from pathlib import Path
@@ -258,12 +257,6 @@ def test_missing_graphs_are_refused_with_the_command_that_compiles_them(kind, ti
     shape.check_shape()
     assert shape.buckets_to_compile == kind.buckets_to_compile
     assert not {"--start-time", "--audio-start-time", "--regenerate", "--sampler"} & {*words}
-
-
-@pytest.mark.parametrize("detail", ["--audio-start-time", "--start-time", "--regenerate", "--sampler"])
-def test_compiling_takes_no_flag_that_shapes_no_graph(detail):
-    with pytest.raises((SystemExit, argparse.ArgumentError)):
-        parsed(detail, "1", compiles=True)
 
 
 # --- what a file tells ----------------------------------------------------------------------------
