@@ -101,9 +101,6 @@ def test_every_weight_is_loaded_once_and_the_hosts_in_the_phases_that_use_them(e
     files = str(tiny.checkpoint), str(tiny.spatial_upsampler)
     phases = {event.phase for event in events if event.what.startswith(files)}
     assert phases == {"upsample", "decode_video", "decode_audio"}
-
-
-def test_between_the_stages_nothing_happens_but_upsampling(events):
     decode, stages = ["decode_video", "decode_audio"], ["upsample", "denoise_stage_2"]
     wanted = [
         *("load_gemma3", "encode_text", "unload_gemma3", "load_transformer"),
@@ -116,10 +113,3 @@ def test_between_the_stages_nothing_happens_but_upsampling(events):
         *decode,
     ]
     assert [phase for phase, _ in groupby(event.phase for event in events)] == wanted
-
-
-def test_adaln_is_read_for_the_first_clip_of_a_stage_alone(events):
-    clips = [first for first, event in enumerate(events) if event == Event("denoise_stage_2", "")]
-    reads = [first for first, event in enumerate(events) if "host.safetensors: " in event.what]
-    assert any(first < clips[0] for first in reads)
-    assert {first < clips[1] for first in reads if first > clips[0]} == {True}

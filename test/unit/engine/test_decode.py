@@ -127,13 +127,6 @@ def test_frames_are_decoded_in_the_references_default_tiles(tiny):
         assert near == [which == number for which in range(3)]
 
 
-def test_latents_of_bfloat16_are_decoded_as_the_numbers_that_they_are(tiny):
-    video = latent(VIDEO_SHAPE).bfloat16()
-    wide = host_models(tiny, torch.bfloat16).decode_video(video)
-    exact = host_models(tiny).decode_video(video.float())
-    assert all(torch.equal(ours, same) for ours, same in zip(wide, exact, strict=True))
-
-
 @pytest.mark.parametrize(
     ("words", "dtype"),
     [
@@ -248,19 +241,6 @@ def test_a_clip_is_written_as_it_is_decoded_and_has_the_bytes_of_the_whole_one(d
     assert (tmp_path / "whole.mp4").read_bytes() == (tmp_path / "streamed.mp4").read_bytes()
 
 
-def test_a_clip_counts_as_finished_once_it_is_written(decoding, tmp_path):
-    def finished():
-        report = decoding.recorder.report({}, "cpu", 1, {}, {})
-        return report["clips"], report["video_seconds"]
-
-    def write(clip):
-        assert finished() == (0, 0)
-        clip.write(tmp_path / "out.mp4")
-
-    decoding(latent((1, 128, 3, 1, 2)), write)
-    assert finished() == (1, make_job("rain").size.seconds)
-
-
 def test_of_a_clip_that_is_written_few_chunks_are_held(decoding, tmp_path, monkeypatch):
     from ltx_neuron.host import models
 
@@ -359,14 +339,6 @@ def test_a_model_that_was_given_nan_is_not_blamed(tiny, model, monkeypatch):
         RUNS[model][1](host_models(tiny))
 
 
-def test_a_model_is_built_once_until_it_is_released(tiny):
-    models = host_models(tiny)
-    first = models.video_statistics
-    assert models.video_statistics is first
-    models.release()
-    assert models.video_statistics is not first
-
-
 def test_every_wrong_tensor_is_listed_in_one_error_but_those_that_nobody_reads(tiny, tmp_path):
     def damage(tensors):
         del tensors["vae.decoder.conv_in.conv.bias"]
@@ -408,17 +380,6 @@ def test_a_file_that_is_no_such_upsampler_is_refused_by_its_flag(tiny, tmp_path)
         models = host_models(tiny, **{f"{name}_upsampler_path": path})
         with pytest.raises(UserError, match=message):
             models.upsample(latent((1, 128, 3, 2, 3)), name)
-
-
-def test_weights_in_an_unknown_dtype_are_refused_by_name_before_anything_loads(tiny, tmp_path):
-    def change(tensors):
-        name = next(name for name in tensors if name.startswith("vae.decoder.conv_in"))
-        tensors[name] = tensors[name].to(torch.float8_e5m2)
-
-    path = rewrite(tiny.checkpoint, tmp_path / "float8.safetensors", change)
-    message = r"vae\.decoder\.conv_in.*: stored as F8_E5M2, which is not implemented; wanted.*BF16"
-    with pytest.raises(UserError, match=f"(?s){message}.*--checkpoint-path FILE: hf download"):
-        host_models(tiny, checkpoint=path).check(["video_decoder"])
 
 
 def test_ranks_that_decode_picture_and_sound_in_two_threads_do_one_at_a_time():

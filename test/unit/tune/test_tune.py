@@ -374,7 +374,6 @@ STALE = {
     "not JSON": ("{", "cannot be read as JSON"),
     "another identity": ('{"identity": {}, "run": {}, "sizes": {}}', "does not match its name"),
     "no sizes": ({}, "is not a file of tuned settings ('sizes')"),
-    "sizes in a list": ({"sizes": []}, "is not a file of tuned settings"),
     "a size without settings": ({"sizes": {"a": {"run": {}}}}, "is not a file of tuned settings"),
     "no settings of the run": ({"sizes": {}, "run": None}, "is not a file of tuned settings"),
     "a number": ({"sizes": {}, "run": {"threads": 2}}, "a setting is not text"),
