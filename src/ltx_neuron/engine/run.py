@@ -18,8 +18,7 @@ from ltx_neuron.artifacts.build import audio_dtype
 from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.backends.neuron_errors import DeviceFailure
 from ltx_neuron.backends.ranks import RankError
-from ltx_neuron.denoise import StageRun
-from ltx_neuron.denoise.start import starting_states, to_upsample
+from ltx_neuron.denoise import StageRun, starting_states, to_upsample
 from ltx_neuron.denoise.tiled import TiledStageRun
 from ltx_neuron.engine.decode import DecodedClip, Decoder, Result
 from ltx_neuron.engine.film import Film

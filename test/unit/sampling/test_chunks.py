@@ -8,7 +8,7 @@ from helpers import one_thread, randn  # noqa: F401
 from jobs import make_job, replace
 from printed import runs
 
-from ltx_neuron.denoise.start import starting_states
+from ltx_neuron.denoise import starting_states
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Job, Size
 from ltx_neuron.sampling.chunks import layout
