@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from ltx_neuron import batch, flags
 from ltx_neuron.batch import RESULTS, prompts_file, read_lines
+from ltx_neuron.engine.resume import write_run_tensors
 from ltx_neuron.engine.run import JobFailure
 from ltx_neuron.errors import UserError
 from ltx_neuron.flags import job_of_line
@@ -264,6 +265,8 @@ def test_what_a_prompts_file_is_is_said_once_with_the_line_and_the_reason(tmp_pa
 class FakePipeline:
     """Runs jobs without models: notes them, fails at some, and is killed before others."""
 
+    workspace = SimpleNamespace(dtype=torch.float32)
+
     def __init__(self, fails=(), killed_before=None, last=()):
         self.ran, self.fails, self.killed_before, self.last = [], fails, killed_before, last
 
@@ -350,6 +353,16 @@ def test_a_changed_line_runs_again_alone(tmp_path, lines, how, again):
     run(prompts(tmp_path, "a b c"), tmp_path)
     entries, ran = run(read(tmp_path, *lines, **how), tmp_path)
     assert ran == again and [entry["prompt"] for entry in entries] == [line["prompt"] for line in lines]
+
+
+def test_a_state_that_is_not_the_lines_own_is_not_taken_up(tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    state, lines = tmp_path / "out/0001.resume.safetensors", prompts(tmp_path, "a")
+    for write_state in (Path.touch, lambda path: write_run_tensors(path, {}, {"prompt": "b"})):
+        write_state(state)
+        assert run(lines, tmp_path)[1] == ["a"] and not state.exists()
+        assert "line 1 starts over" in capsys.readouterr().out
+        (tmp_path / "out" / RESULTS).unlink()
 
 
 def test_a_results_file_that_is_none_is_not_overwritten(tmp_path):

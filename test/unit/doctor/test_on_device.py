@@ -2,18 +2,15 @@
 
 import re
 import textwrap
-from argparse import Namespace
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import partial
-from pathlib import Path
 
 import pytest
 from device import bench as device_bench
-from device import conftest as device_run
-from device import measurements, probes, step_times, test_device
-from device.bench import Bench, Run
-from device.comparisons import doctor, three_way
+from device import measurements, probes, step_times
+from device.bench import Bench
+from device.comparisons import three_way
 from device.report import Budget, Report, Section, Stopped
 from device_rehearsal import rehearsal
 from helpers import ended, one_thread, randn, within  # noqa: F401
@@ -167,30 +164,7 @@ def test_a_section_that_hangs_is_stopped_with_all_it_started(bench, reports, min
 # --- the command ----------------------------------------------------------------------------------
 
 
-def test_without_a_device_sections_are_skipped_and_with_lf_those_that_are_done_are_deselected(reports):
-    report, deselected = reports(Section("a"), Section("b"), Section("c")), []
-    run_all(report, b=fails(ZeroDivisionError()))
-    path, marks = Path(test_device.__file__), []
-    items = [Namespace(path=path, name=f"test_section[{name}]", add_marker=marks.append) for name in "abc"]
-    hook = Namespace(pytest_deselected=lambda items: deselected.extend(items))
-    config = Namespace(stash={}, getoption=lambda *_: True, hook=hook)
-    device_run.pytest_collection_modifyitems(config, items)
-    assert len(items) == len(marks) == 3 and device_run.RUN in marks[0].kwargs["reason"]
-    config.stash[device_run.REPORT] = report
-    device_run.pytest_collection_modifyitems(config, items)
-    assert [device_run.name_of(item.name) for item in items] == ["b"] and len(deselected) == 2
-
-
 # --- what it measures -----------------------------------------------------------------------------
-
-
-def test_a_doctor_that_finds_what_blocks_fails_its_section(bench, monkeypatch):
-    for verdict, fails in (("nothing blocks this run; still to make: x", False), ("this run is blocked by: y", True)):
-        monkeypatch.setattr(Bench, "run", lambda *_, verdict=verdict, **__: Run(f"a warning\nok torch\n{verdict}\n", 1))
-        lines = doctor(bench())
-        assert [next(lines), next(lines), next(lines)][1].endswith(verdict)
-        with pytest.raises(pytest.fail.Exception, match="something blocks") if fails else nullcontext():
-            assert list(lines) == []
 
 
 def test_collectives_and_outputs_are_probed_on_ranks_and_wrong_sums_are_found(bench, monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ltx_neuron.config.profiles import resolve
-from ltx_neuron.engine.residency import Residency
+from ltx_neuron.engine.residency import ModulationTables, Residency
 from ltx_neuron.report.recorder import Recorder
 
 STAYS = "stay in the device's memory"
@@ -29,6 +29,15 @@ def residency(tmp_path, monkeypatch):
         return Residency(workspace, Recorder())
 
     return build
+
+
+def test_a_modulation_table_is_made_once_for_a_schedule(monkeypatch):
+    made = []
+    monkeypatch.setattr("ltx_neuron.engine.residency.modulation_table", lambda *given: made.append(given) or given)
+    tables = ModulationTables("weights", "config")
+    for sigma in (1.0, 1.0, 0.5):
+        tables("video", torch.tensor([sigma]), True)
+    assert [sigmas.item() for *_, sigmas, _ in made] == [1.0, 0.5]
 
 
 def test_torchneurons_graphs_of_other_sizes_stay_and_are_named(residency, capsys):

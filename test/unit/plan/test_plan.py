@@ -483,10 +483,6 @@ def test_a_download_of_ltx_2_5_is_planned_with_its_files(split, capsys):
     assert "diffusion" in row["rate"]
 
 
-def seconds_of(clip_plan, name: str) -> float:
-    return sum(row.seconds for row in clip_plan.rows if row.name == name)
-
-
 def test_a_warm_clip_on_trn2_takes_ten_seconds_where_the_ranks_decode(clip):
     """By the forecast's middle, decoding at 40 % of the documented peak; what the host does beside it, sound too, is
     assumed."""
@@ -557,7 +553,7 @@ def test_without_the_ranks_a_clip_has_the_seconds_in_which_the_host_decodes(clip
     assert "20% of a documented peak, not measured" in row.rate
     alone = sum(row.seconds for row in clip_plan.rows)
     assert clip_plan.seconds == pytest.approx(alone)  # on the same cores nothing is gained
-    host = sum(seconds_of(clip_plan, name) for name in ("decode_video", "decode_audio", "encode_mp4"))
+    host = sum(row.seconds for row in clip_plan.rows if row.name in ("decode_video", "decode_audio", "encode_mp4"))
     # The ranks denoise the next clip meanwhile.
     assert clip_plan.batch_seconds == pytest.approx(max(alone - host, host))
 
