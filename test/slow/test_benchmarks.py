@@ -31,7 +31,7 @@ def test_text_encode_compares_equal_contexts_of_ours_and_the_reference():
     assert all(way["seconds"] > 0 for way in result["ways"].values())
 
 
-def test_rehearsal_graphs_exports_and_checks_an_ic_lora_and_tiles(tmp_path):
+def test_rehearsal_graphs_exports_and_checks_an_ic_lora_in_tiles(tmp_path):
     assert last_line("rehearsal_graphs.py", "--folder", str(tmp_path / "rehearsal"))["checked_graphs"] == 3
     assert not [*tmp_path.iterdir()]
 

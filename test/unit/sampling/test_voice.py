@@ -1,10 +1,9 @@
-"""A reference voice: its tokens, its graphs, the fifth pass, and what its flags and requests say.
-Whole runs: test/slow/test_golden.py."""
+"""A reference voice: its graphs, and what its flags and requests say. What it computes:
+test/integration/test_golden.py."""
 
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
 import torch
 from helpers import randn
 from jobs import make_job, read_voice, replace
@@ -12,16 +11,11 @@ from typed import parsed, said
 
 from ltx_neuron import flags
 from ltx_neuron.config.transformer import Bucket
-from ltx_neuron.denoise.guided_passes import prepare_passes
 from ltx_neuron.host import encode_inputs
 from ltx_neuron.job import Job, Size
 from ltx_neuron.models.signatures import NO_VOICE, PASSES
-from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditions import ReferenceAudio
 from ltx_neuron.sampling.guidance import DEFAULTS, StreamGuidance
-from ltx_neuron.sampling.latent_state import initial_states
-from ltx_neuron.sampling.latents import unpatchify_audio
-from ltx_neuron.text.encoders import Contexts
 from ltx_neuron.weights.lora import Lora
 
 ONE, TWO = Size(128, 192, 17, 25.0), Size(128, 192, 17, 25.0, two_stage=True)
@@ -32,9 +26,6 @@ LORAS = (Lora(Path(__file__)),)
 def job(size=ONE, recipe="dev", **given) -> Job:
     given = dict(reference_sound=ReferenceAudio(__file__, TREF), stage_1_loras=LORAS) | given
     return make_job("a woman says hello", size, recipe=recipe, **given)
-
-
-# --- jobs -----------------------------------------------------------------------------------------
 
 
 def test_stage_1_alone_has_the_voices_tokens_and_only_a_guided_one_above_scale_0_the_bias():
@@ -91,41 +82,3 @@ def test_a_mono_voice_is_in_both_channels_and_all_of_a_file_or_its_first_seconds
         notes = encode_inputs.notes(make_job("", reference_sound=ReferenceAudio(voice, latents)))
         message = f"{voice} gives {seconds} s of sound; its LoRA was trained on about 5 s"
         assert [message in note for note in notes] == [True] * (seconds is not None)
-
-
-# --- tokens ---------------------------------------------------------------------------------------
-
-
-def states(made: Job, stage_2: bool, sound: torch.Tensor, dtype=torch.float32, **tensors):
-    """The state of the sound of a stage."""
-    size = (4, 6) if stage_2 or made.size == ONE else (2, 3)
-    start = torch.zeros(1, 128, 3, *size), sound
-    return initial_states(made, stage_2, tensors, start, [], COMPAT[None], dtype)[1]
-
-
-@pytest.mark.parametrize("recipe", ["dev", "distilled"])
-def test_stage_2_keeps_stage_1s_sound_which_is_heard(recipe):
-    made, latent = job(TWO, recipe), randn(1, 8, AUDIO, 16, seed=3)
-    assert {replace(made, compat=compat).audio_key for compat in COMPAT} == {"s1_audio"}
-    sound = states(made, True, latent)
-    assert sound.frozen and sound.positions.shape[2] == AUDIO
-    assert torch.equal(unpatchify_audio(sound.noised(torch.Generator(), 0.9)), latent)
-
-
-def test_every_pass_but_the_fifth_hears_the_voice(ranks):
-    made, dtype = job(), torch.bfloat16
-    (bucket,) = made.buckets
-    sound = states(made, False, torch.zeros(1, 8, AUDIO, 16), dtype, audio_reference=randn(1, 8, TREF, 16))
-    contexts = [Contexts(torch.zeros(1), torch.zeros(1), torch.zeros(1), None)] * 2
-    more = contexts, 48, dtype, False, made.identity_scale, sound
-    prepare_passes(ranks, bucket, made.resolved_guidance, range(2), *more)
-    *passes, (last, _, _) = ranks.sequences["guided"]
-    assert last == "guide"
-    assert [writes["audio_x0"] for _, _, writes in passes] == [f"{n}_audio" for n in made.passes]
-    biases = [reads.get("audio_bias", "audio_bias") for _, reads, _ in passes]
-    assert biases[:4] == ["audio_bias"] * 4 and not ranks.tensors["audio_bias"].any()
-    left_out = ranks.tensors[biases[4]].to(dtype)
-    assert (left_out[0, :AUDIO] == 0).all() and (left_out[0, AUDIO:] == torch.finfo(dtype).min).all()
-    fifth = passes[4][1]
-    assert not {"video_context", "audio_context"} & fifth.keys() and fifth["keep"] == "keep_cond"
-    assert ranks.tensors["identity"].item() == 3.0
