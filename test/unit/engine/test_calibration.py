@@ -173,14 +173,6 @@ def test_the_fastest_library_wins_every_round_or_has_the_least_time(monkeypatch,
     assert arithmetic_module._fastest({"a": None, "b": None}) == fastest and len(left) == 1
 
 
-def test_libraries_that_nobody_stores_are_not_taken(tmp_path):
-    measured = fastest_libraries()
-    damaged = ({"few": "blas", "more": 1}, OTHERS | {"few": ["blas"]}, OTHERS | {"few": "amx"}, 5)
-    for number, stored in enumerate(damaged):
-        write(tmp_path / str(number), float32_products=stored)
-        assert fastest_libraries(tmp_path / str(number)) == measured
-
-
 def test_a_runs_identity_and_its_prompt_cache_name_the_libraries(tiny, tmp_path):
     write(tmp_path, float32_products=OTHERS)
     workspace = Workspace(tiny.checkpoint, PROFILES["cpu"], tmp_path, 1, "float32", gemma_root=tiny.gemma_root)
