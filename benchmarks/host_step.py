@@ -37,8 +37,7 @@ from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.config.common import TEXT_TOKENS
 from ltx_neuron.config.profiles import resolve
 from ltx_neuron.config.transformer import transformer_config
-from ltx_neuron.denoise import CompiledStep, StageRun
-from ltx_neuron.denoise.start import starting_states
+from ltx_neuron.denoise import CompiledStep, StageRun, starting_states
 from ltx_neuron.engine.run import Engine, measured_step
 from ltx_neuron.host.models import import_ltx_core
 from ltx_neuron.job import Job, Size

@@ -23,7 +23,6 @@ TILES = ("vae_tile=64", "vae_overlap=32", "vae_tile_frames=24", "vae_overlap_fra
 # By what it is: the clip's latents, and how many tiles they are.
 CLIPS = {
     "one tile": ((3, 2, 2), 1),
-    "fewer tiles than four ranks": ((3, 3, 2), 2),
     "an odd number of tiles": ((3, 2, 4), 3),
     "borders in rows, columns and time": ((4, 3, 3), 8),
 }

@@ -8,7 +8,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
-import numpy as np
 import pytest
 import torch
 from batches import SIZE, TP, children, lines, opened, prepared, undisturbed, videos
@@ -226,13 +225,6 @@ def test_mistakes_are_plain_words_and_leave_the_models_loaded(api, tiny):
             LTXPipeline.from_pretrained(checkpoint_path=tiny.checkpoint, gemma_root=tiny.gemma_root, **wrong)
         assert message in str(error.value)
     assert children() == before
-
-
-def test_numbers_of_numpy_make_the_same_latents(api):
-    numbers = {name: np.int64(value) for name, value in SIZE.items()}
-    numbers |= {"seed": np.uint8(5), "frame_rate": np.float32(24)}
-    got = api("birds sing", **numbers, output_type="latent")
-    assert equal([got.video_latent, got.audio_latent], latents_of(api, 5))
 
 
 def test_threads_get_their_own_answers(api):

@@ -1,20 +1,68 @@
 """A tiny video made longer by three windows: what is kept is kept bit for bit, and the sound has no
-seam. Killed, guided, and on more ranks: test/slow/test_extension_runs.py."""
+seam; and it goes on to the same bits in the window in which it was killed."""
+
+from pathlib import Path
 
 import av
-import longer_film
 import pytest
 import torch
-from helpers import one_thread, read_video  # noqa: F401
-from jobs import replace
-from longer_film import FRAMES, RATE, longer, made, source
+from engines import drawn, give_contexts, opened_engine, opened_workspace
+from helpers import one_thread, randn, read_video, tone  # noqa: F401
+from jobs import make_job, replace
 
+from ltx_neuron.artifacts import build
+from ltx_neuron.backends.ranks import RankError
+from ltx_neuron.denoise import StageRun
+from ltx_neuron.engine.outputs import run_identity
+from ltx_neuron.engine.resume import restore_state, save_state
+from ltx_neuron.engine.run import Engine
 from ltx_neuron.errors import UserError
 from ltx_neuron.host import encode_inputs
 from ltx_neuron.host.media import Sound, first_frames, pixels_of, read_sound
+from ltx_neuron.host.video import write_video
+from ltx_neuron.job import Job, Size
+from ltx_neuron.sampling.conditions import Retake
 
-film, prepared, engine = longer_film.film, longer_film.prepared, longer_film.engine  # fixtures
-after = longer_film.after
+FRAMES, WINDOW, RATE = 30, 25, 24.0
+
+
+@pytest.fixture(scope="module")
+def film(tmp_path_factory) -> Path:
+    path, still = tmp_path_factory.mktemp("film") / "film.mp4", randn(1, 64, 64, 3) * 30 + 128
+    pictures = [still.roll(2 * n, 2).clamp(0, 255).byte() for n in range(FRAMES)]
+    write_video(path, pictures, RATE, lambda: tone(48000, FRAMES / RATE) * 0.5, 48000)
+    return path
+
+
+def source(film) -> torch.Tensor:
+    return torch.stack([torch.from_numpy(frame) for frame in first_frames(film, "")])
+
+
+def longer(film, seconds: float) -> Job:
+    retake = Retake(film, extend=seconds, source_frames=FRAMES)
+    return make_job("waves", Size(64, 64, WINDOW, RATE), 7, retake=retake)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny, film, artifacts):
+    workspace = opened_workspace(tiny, artifacts, 1)
+    build.make(workspace, workspace.weight_sets("dit", {()}))
+    build.make(workspace, workspace.dit_graphs(longer(film, 1.0).buckets_to_compile))
+    with opened_engine(workspace, tiny) as engine:
+        yield engine
+
+
+def made(engine: Engine, job: Job, on_stage_end=None, **options):
+    """The result of a job, whose contexts are drawn."""
+    engine.on_stage_end = on_stage_end
+    give_contexts(engine, job, lambda prompt: drawn(engine.workspace, seed=len(prompt)))
+    (result,) = engine.run([job], keep=True, **options)
+    return result
+
+
+@pytest.fixture(scope="module")
+def after(engine, film):
+    return made(engine, longer(film, 1.0))
 
 
 def test_the_files_frames_are_kept_bit_for_bit_new_ones_follow_and_the_sound_is_decoded_as_a_whole(
@@ -29,6 +77,24 @@ def test_the_files_frames_are_kept_bit_for_bit_new_ones_follow_and_the_sound_is_
     assert torch.equal(waveform, engine.host.decode_audio(after.tensors["s1_audio"])[:, : waveform.shape[1]])
     made(engine, longer(film, 1.0), write=lambda clip: clip.write(tmp_path / "longer.mp4"))
     assert read_video(tmp_path / "longer.mp4")["video_seconds"] == (FRAMES + 24) / RATE
+
+
+def test_one_that_is_killed_in_its_second_window_goes_on_to_the_same_bits(engine, film, after, tmp_path, monkeypatch):
+    job, path, step = longer(film, 1.0), tmp_path / "state", StageRun.step
+    identity = run_identity(job, engine.workspace, engine.options)
+
+    def kill(stage_run, number):
+        if stage_run.stage.title == "window 2 of 3" and number == 1:
+            raise RankError("killed")
+        return step(stage_run, number)
+
+    with monkeypatch.context() as patch, pytest.raises(RankError):
+        patch.setattr(StageRun, "step", kill)
+        made(engine, job, on_stage_end=lambda run: save_state(path, run, identity))
+    run = restore_state(path, job, identity, torch.float32)
+    assert run.left == "windows 2 to 3 of 3 are left"
+    resumed = made(engine, job, resume=lambda job: run)
+    assert torch.equal(resumed.frames, after.frames) and torch.equal(resumed.waveform, after.waveform)
 
 
 def test_below_0_they_are_made_before_the_first_one(engine, film):

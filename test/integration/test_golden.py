@@ -1,8 +1,6 @@
 """The five scripts, run as a user runs them, and engines, against records of ltx-pipelines (records.py). Other
 degrees, sizes and models, dubbing, voices and bfloat16: test/slow/test_golden.py."""
 
-from types import SimpleNamespace
-
 import golden_runs
 import pytest
 import torch
@@ -14,11 +12,9 @@ from records import FOLDER
 from safetensors import safe_open
 
 from ltx_neuron.artifacts import build
-from ltx_neuron.config.transformer import Bucket
-from ltx_neuron.denoise import StageRun
 from ltx_neuron.errors import UserError
 from ltx_neuron.report.recorder import PHASES
-from ltx_neuron.sampling.compat import COMPAT, FOLLOWED
+from ltx_neuron.sampling.compat import FOLLOWED
 
 runs, text_to_video = golden_runs.runs, golden_runs.text_to_video  # fixtures
 
@@ -75,7 +71,8 @@ DIVIDED = dict(tp=2, blocks=2, settings=("sequence_parallel=true",))
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [
-        *[(name, {}) for name in ("guided", "guided_by_fewer_terms", "upscaled", "lora_and_images", "hq", "nag")],
+        *[(name, {}) for name in ("guided", "guided_by_fewer_terms", "skipped_steps", "upscaled", "lora_and_images")],
+        *[(name, {}) for name in ("hq", "nag")],
         ("guided", DIVIDED),
     ],
     ids=lambda value: ("two ranks" if value else "one rank") if isinstance(value, dict) else value,
@@ -93,7 +90,7 @@ def test_a_recipe_equals_ltx_pipelines(runs, name, ranks):
         *("audio_to_video", "audio_to_video_images", "audio_to_video_guided"),
         *("retake", "retake_video", "retake_audio", "retake_video_of_1_2_0", "retake_audio_of_1_2_0"),
         *("retake_short_sound", "retake_without_sound", "extend"),
-        *("ic_lora", "ic_lora_scaled", "keyframe_interpolation"),
+        *("ic_lora", "ic_lora_scaled", "keyframe_interpolation", "voice", "sound_alone"),
     ],
 )
 def test_a_job_equals_ltx_pipelines(runs, name):
@@ -101,6 +98,7 @@ def test_a_job_equals_ltx_pipelines(runs, name):
     assert_is_recorded(name, got)
     if name.startswith("audio_to_video"):  # the input is kept in every stage
         assert all(torch.equal(got[stage], got["audio_latent"]) for stage in {"s1_audio", "s2_audio"} & got.keys())
+    assert ("s1_video" in got) == (name != "sound_alone")
 
 
 # --- what a record does not show ------------------------------------------------------------------
@@ -161,14 +159,3 @@ def test_two_guidance_groups_make_the_bits_of_one_and_go_on_as_one(runs, capfd):
             two.residency.ranks.groups[2]._processes[0].kill()
     assert "group 2 lost after stage 1 (rank 0 of 1 failed: the process" in capfd.readouterr().err
     two.close()
-
-
-def test_ranks_that_end_with_different_latents_are_an_error():
-    ranks = SimpleNamespace(hashes=lambda *names: ["a", "a", "b", "a"], get=lambda *_: torch.zeros(1, 1, 128))
-    compiled = SimpleNamespace(bucket=Bucket(1, 1, timesteps=1, max_steps=1))
-    run = StageRun(ranks, compiled, None, torch.float32, None, COMPAT[None])
-    run.latent_shape, run.audio_frames, run.video, run.audio = (1, 1, 1), 1, None, None
-    with pytest.raises(RuntimeError, match="different latents"):
-        run.result()
-    ranks.hashes = lambda *names: ["a"] * 4
-    run.result()

@@ -225,11 +225,12 @@ def test_a_folder_of_exr_files_is_generated_at_twice_its_frames_in_high_quality(
 
 
 @torch.no_grad()
-def test_a_matte_equals_the_loop_and_is_the_alpha_of_its_video(home, split, artifacts):
+def test_a_matte_equals_the_loop_and_is_the_alpha_of_its_video(home, split, artifacts, capsys):
     """At cfg 1 the guided prediction is the model's own, whatever the rescale."""
     words = ["--alpha-gen", "--video-conditioning", home / "in.mkv", 1.0, "--height", 64, "--width", 96]
     words += ["--num-frames", 9, "--num-inference-steps", 3, "--output-path", home / "matte.mov"]
     got = run(home, split, artifacts, "dev", *words, "--save-frames", home / "png")
+    assert "the prompt is empty: the references alone guide the video" in capsys.readouterr().out
     workspace, host = host_of(split, artifacts, split.dev)
     loop = Loop(workspace, home / "hdr.safetensors", (2, 2, 3), fps=24.0)
     loop.append(got["reference_latent"], loop.times, 0.0)

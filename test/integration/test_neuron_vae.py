@@ -8,6 +8,7 @@ import pytest
 from helpers import picture_frames, rel, rewrite, write_film
 from jobs import replace
 from rank_decoding import (
+    CLIPS,
     FRAME_COUNTS,
     JOBS,
     ON_RANKS,
@@ -34,7 +35,7 @@ ENCODED = 1e-5  # convolutions and norms sum in another order
 
 
 def test_frames_are_the_host_decoders(tiny, artifacts):
-    check_frames(opened(tiny, artifacts, 2), "an odd number of tiles", "borders in rows, columns and time")
+    check_frames(opened(tiny, artifacts, 2), *CLIPS)
 
 
 class Phases(Recorder):

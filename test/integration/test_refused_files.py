@@ -181,11 +181,8 @@ def _flip(content: bytes) -> bytes:
 RANK, GRAPH = "weights/dit-*/rank0.safetensors", "graphs/dit-*-t1-*/step.pt2"
 DAMAGES = {
     "other-code": _of_another("graphs", code="0123456789ab"),
-    "other-torch": _of_another("graphs", torch="1.0.0"),
-    "other-config": _of_another("graphs", config="0123456789ab"),
     "edited-torch": _of_another("graphs", move=False, torch="1.0.0"),
     "other-source": _of_another("weights", source="0123456789ab"),
-    "other-layout": _of_another("weights", layout=0),
     "unfinished": _file(f"weights/dit-*/{MANIFEST}"),
     "broken-manifest": _file(f"weights/dit-*/{MANIFEST}", lambda _: b"{"),
     "missing-rank": _file(RANK),
@@ -283,11 +280,8 @@ ARTIFACTS = table("""
 --profile-set blocks_per_graph=1 -> blocks_per_graph: got 0, wanted 1 | PREPARE
 --checkpoint-path '{bad}/an other.safetensors' -> source (the checkpoint's content): got | an other.safetensors'
 --artifacts-dir {bad}/other-code -> code (this toolkit's code): got 0123456789ab | PREPARE
---artifacts-dir {bad}/other-torch -> torch (the version of PyTorch): got 1.0.0 | PREPARE
---artifacts-dir {bad}/other-config -> config (the model's sizes): got | PREPARE
 --artifacts-dir {bad}/edited-torch -> torch | got 1.0.0 | rm -r | PREPARE
 --artifacts-dir {bad}/other-source -> source | got 0123456789ab | PREPARE
---artifacts-dir {bad}/other-layout -> layout: got 0, wanted | PREPARE
 --artifacts-dir {bad}/unfinished -> not finished | Make them again: | PREPARE
 SHARD_DIT: --artifacts-dir {bad}/unfinished --verify -> not finished
 --artifacts-dir {bad}/broken-manifest -> manifest.json cannot be read | rm -r | PREPARE
@@ -322,20 +316,6 @@ def test_a_command_is_refused_with_what_to_type(world, capsys, script, flags, wo
 @pytest.mark.parametrize("script, flags, words", ARTIFACTS)
 def test_artifacts_that_do_not_fit_are_refused(finished, capfd, script, flags, words):
     assert_refused(run(script, finished.words(script, flags)), capfd.readouterr().err, words)
-
-
-@pytest.mark.parametrize(
-    "without, words",
-    [
-        ("--checkpoint-path", ["--checkpoint-path", "required", "--help"]),
-        ("--gemma-root", ["needs --gemma-root", "--gemma-root gemma-3-12b"]),
-        ("--output-path", ["--output-path", "out.mp4"]),
-    ],
-)
-def test_a_missing_flag_is_named(world, capsys, without, words):
-    words_of_all = world.words(GENERATE)
-    at = words_of_all.index(without)
-    assert_refused(run(GENERATE, words_of_all[:at] + words_of_all[at + 2 :]), capsys.readouterr().err, words)
 
 
 @runs("weights/rankfiles.py:check_whole: rm")

@@ -10,7 +10,7 @@ from jobs import make_job, replace
 
 from ltx_neuron.artifacts import build
 from ltx_neuron.engine.outputs import run_identity
-from ltx_neuron.engine.resume import JobRun, restore_state, save_state
+from ltx_neuron.engine.resume import restore_state, save_state
 from ltx_neuron.job import Size
 from ltx_neuron.pipeline import LTXPipeline
 from ltx_neuron.report.recorder import Recorder
@@ -57,14 +57,6 @@ def test_a_line_of_it_beside_a_video_is_its_single_run_bit_for_bit(engine_of, al
             got, wanted = ({n: t for n, t in one.tensors.items() if n[:3] == "s1_"} for one in (result, single))
             assert got.keys() == wanted.keys() and all(torch.equal(got[name], wanted[name]) for name in got)
     assert "s1_video" not in alone.tensors and "frames" not in alone.tensors
-
-
-def test_it_draws_the_noise_of_its_sound_alone(engine_of, alone):
-    drawing, own = generator(3), generator(3)
-    (result,) = engine_of().run([ALONE], decode=False, resume=lambda job: JobRun(job, generator=drawing))
-    assert torch.equal(result.tensors["s1_audio"], alone.tensors["s1_audio"])
-    torch.randn(1, ALONE.size.audio_frames, 128, generator=own)
-    assert torch.equal(drawing.get_state(), own.get_state())
 
 
 def test_a_resumed_run_decodes_the_same_wav(engine_of, alone, tmp_path):

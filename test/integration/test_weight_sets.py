@@ -1,17 +1,19 @@
 """A batch whose lines need several weight sets swaps them as seldom as can be, and each line is its
 single run bit for bit."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from helpers import one_thread  # noqa: F401
 from jobs import make_job
 from swapping import assert_same, each_alone, jobs_of_three_sets, latents, opened, swaps
 
+from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.engine.outputs import run_identity
 from ltx_neuron.engine.resume import restore_state, save_state
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Job
-from ltx_neuron.weights.lora import Lora
 
 
 @pytest.fixture(scope="module")
@@ -48,20 +50,32 @@ def test_a_batch_swaps_least_and_every_line_is_its_single_run(engine_of, jobs, a
     assert report["weight_swaps"]["count"] == 5
 
 
-def test_a_state_of_another_lora_is_refused(engine_of, jobs, tmp_path):
-    engine, job = engine_of(), jobs[0]
-    path = tmp_path / "state.safetensors"
+def test_an_interrupted_batch_goes_on_to_the_same_bits(engine_of, jobs, alone, tmp_path):
+    """Ended after every third stage, and gone on with by an engine that has nothing loaded."""
 
-    def identity(job: Job) -> dict:
-        return run_identity(job, engine.workspace, engine.options)
+    def path(job: Job) -> Path:
+        return tmp_path / f"{job.seed}.safetensors"
 
-    engine.on_stage_end = lambda run: save_state(path, run, identity(run.job))
-    latents(engine, [job])
-    copy = tmp_path / "copy.safetensors"
-    copy.write_bytes(job.loras[0].path.read_bytes())
-    moved = make_job(job.prompt, job.size, job.seed, loras=(Lora(copy, 0.8),))
-    assert restore_state(path, moved, identity(moved), torch.float32).stages_left == []
-    for loras in ((), (Lora(copy, 0.7),), jobs[1].stage_1_loras):
-        other = make_job(job.prompt, job.size, job.seed, loras=loras)
-        with pytest.raises(UserError, match="is from another run: loras: got"):
-            restore_state(path, other, identity(other), torch.float32)
+    def resume(job: Job):
+        kept, identity = path(job), run_identity(job, engine.workspace, engine.options)
+        return restore_state(kept, job, identity, torch.float32) if kept.is_file() else None
+
+    def keep(run) -> None:
+        save_state(path(run.job), run, run_identity(run.job, engine.workspace, engine.options))
+        ended.append(run.job.seed)
+        if len(ended) % 3 == 0:
+            raise RankError("killed")
+
+    engine, ended = engine_of(), []
+    for _ in range(2):
+        engine.on_stage_end = keep
+        with pytest.raises(RankError):
+            latents(engine, jobs, resume=resume)
+        engine = engine_of()
+    engine.on_stage_end = keep
+    assert_same(latents(engine, jobs, resume=resume), alone)
+    assert ended == [1, 4, 4, 2, 5, 2, 3, 5]
+    assert swaps(engine) == 0  # stage 2 of both is left, and the plain one
+    other = make_job(jobs[0].prompt, jobs[0].size, jobs[0].seed, loras=jobs[1].stage_1_loras)
+    with pytest.raises(UserError, match="is from another run: loras: got"):
+        restore_state(path(other), other, run_identity(other, engine.workspace, engine.options), torch.float32)

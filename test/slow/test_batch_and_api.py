@@ -19,7 +19,7 @@ from jobs import replace
 from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.batch import RESULTS, Line
 from ltx_neuron.batch import run as run_batch
-from ltx_neuron.engine.resume import SUFFIX, save_state
+from ltx_neuron.engine.resume import SUFFIX
 from ltx_neuron.job import Job
 
 SOON = 10  # seconds until a run with a broken rank has ended, whatever is done beside its ranks
@@ -124,21 +124,6 @@ def test_a_batch_with_a_broken_rank_ends_soon_and_no_clip_is_denoised_again(
     engine.on_stage_end = None
     wanted = [result.frames.numpy().tobytes() for result in engine.run(jobs(2))]
     assert [(tmp_path / line.file).read_bytes() for line in lines] == wanted
-
-
-def test_a_state_that_is_not_the_lines_own_is_not_taken_up(engine, tmp_path, capsys):
-    job, other = jobs(2)
-    state, video = tmp_path / ("0001" + SUFFIX), tmp_path / "0001.mp4"
-    (wanted,) = engine.run([job], keep=True)
-    engine.on_stage_end = lambda run: save_state(state, run, other.describe())
-    list(engine.run([other], keep=True, decode=False))
-    for content in (b"", state.read_bytes()):
-        state.write_bytes(content)
-        run_batch(lines_of([job]), engine, tmp_path, write, Job.describe)
-        (tmp_path / RESULTS).unlink()
-        assert "line 1 starts over" in capsys.readouterr().out and not state.exists()
-        assert video.read_bytes() == wanted.frames.numpy().tobytes()
-        video.unlink()
 
 
 def test_a_batch_that_is_killed_resumes_and_loses_nothing(setup, tiny, shared, tmp_path):

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from argparse import Namespace
 
 import host_models
 import pytest
@@ -32,8 +31,8 @@ def test_text_encode_compares_equal_contexts_of_ours_and_the_reference():
     assert all(way["seconds"] > 0 for way in result["ways"].values())
 
 
-def test_rehearsal_graphs_exports_and_checks_an_ic_lora_and_tiles(tmp_path):
-    assert last_line("rehearsal_graphs.py", "--folder", str(tmp_path / "rehearsal"))["checked_graphs"] == 9
+def test_rehearsal_graphs_exports_and_checks_an_ic_lora_in_tiles(tmp_path):
+    assert last_line("rehearsal_graphs.py", "--folder", str(tmp_path / "rehearsal"))["checked_graphs"] == 3
     assert not [*tmp_path.iterdir()]
 
 
@@ -59,13 +58,3 @@ def test_scale_measures_and_plans_every_size(capsys):
     small, large = (row["upload_bytes"] for row in tables["measured"])
     assert small < large < 6 * small  # contexts do not grow with the tokens
     assert tables["growth"]["planned flops_per_step"] < 2
-
-
-def test_scale_names_what_grows_faster_than_a_power_of_the_tokens(capsys):
-    rates = scale.growth("a step", {100: 1.0, 800: 64.0, 200: 2.0}, 2.0)
-    assert [(rate.tokens, round(rate.exponent, 6)) for rate in rates] == [((100, 200), 1.0), ((200, 800), 2.5)]
-    row = {"size": "s", "tp": 1, "fits": True}
-    row |= dict.fromkeys((*scale.LIMITS["measured"], *scale.LIMITS["planned"]), 1e9)
-    rows = [{**row, "video_tokens": 10}, {**row, "video_tokens": 20, "step_ms": 5e9}]
-    assert scale.conclude(Namespace(record=False), {"measured": rows, "planned": rows}) is True
-    assert "grows too fast: measured step_ms, tp 1: tokens ^ 2.32 from 10 to 20, allowed 2.2" in capsys.readouterr().err

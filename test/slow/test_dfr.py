@@ -18,8 +18,7 @@ from split_runs import Runs
 from ltx_neuron.backends.ranks import HostRanks
 from ltx_neuron.commands import dispatch
 from ltx_neuron.config.transformer import Bucket
-from ltx_neuron.denoise import CompiledStep, StageRun
-from ltx_neuron.denoise.start import starting_states
+from ltx_neuron.denoise import CompiledStep, StageRun, starting_states
 from ltx_neuron.job import Size
 from ltx_neuron.models.modulation import modulation_table
 from ltx_neuron.models.parallel import SingleRank

@@ -32,9 +32,8 @@ def run(scripts, tiny, shared):
     [
         (lambda host, ranks: os.kill(host, signal.SIGINT), 130, "interrupted"),
         (lambda host, ranks: os.kill(host, signal.SIGTERM), 143, "terminated"),
-        (lambda host, ranks: os.kill(ranks[1], signal.SIGKILL), 1, "rank 1 of 2 failed: the process was killed"),
     ],
-    ids=["Ctrl-C", "SIGTERM", "a killed rank"],
+    ids=["Ctrl-C", "SIGTERM"],
 )
 def test_a_run_that_is_ended_in_stage_2_ends_soon_and_keeps_stage_1(run, tmp_path, disturb, code, message):
     before = shared_memories()
@@ -91,7 +90,7 @@ def named(partial, path):
 Path.replace = named
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-FILES = ["resume.safetensors", "resume.safetensors", "safetensors", "mp4", "json"]  # in this order
+FILES = ["resume.safetensors", "safetensors", "mp4", "json"]  # behind the first state, in this order
 
 
 @pytest.mark.timeout(4 * SCRIPT_SECONDS)
@@ -124,7 +123,7 @@ def test_a_dub_killed_at_each_file_leaves_nothing_behind_and_is_resumed_to_the_s
     assert run(tmp_path / "undisturbed") == 0, (tmp_path / "printed").read_text()
     folder, before, killed = tmp_path / "out", shared_memories(), []
     # Each run keeps the states of stages that the runs before it named, and does not write them again.
-    for skip, when in (0, "before"), (1, "before"), (1, "before"), (1, "before"), (2, "before"), (2, "after"):
+    for skip, when in (1, "before"), (1, "before"), (1, "before"), (2, "before"), (2, "after"):
         code = run(folder, str(skip), when, resume=True)
         assert code == -signal.SIGKILL, (killed, (tmp_path / "printed").read_text())
         killed.append((tmp_path / "out.killed").read_text().removeprefix("a."))

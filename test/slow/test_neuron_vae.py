@@ -11,15 +11,10 @@ import torch
 from helpers import randn, rel
 from rank_decoding import (
     CLIP,
-    CLIPS,
-    FRAME_COUNTS,
     JOBS,
     ON_RANKS,
     SIZE,
-    SOUND,
-    check_frames,
     decoding,
-    frames_of,
     opened,
     prepared,
     same_threads,  # noqa: F401
@@ -34,17 +29,12 @@ from ltx_neuron.engine.outputs import LOG_SUFFIX, OutputPaths
 from ltx_neuron.engine.preflight import RunOptions
 from ltx_neuron.engine.residency import Residency
 from ltx_neuron.engine.resume import SUFFIX
-from ltx_neuron.engine.run import Engine
 from ltx_neuron.errors import RunError
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.host.tiles import tiling_for_ranks
 from ltx_neuron.report.recorder import Recorder
 
 SOUND_OF_NOISE = 1e-5
-
-
-def test_frames_of_four_ranks_are_the_host_decoders(tiny, artifacts):
-    check_frames(opened(tiny, artifacts, 4), *CLIPS)
 
 
 def test_sound_is_the_hosts_in_float32_whatever_the_dtype(tiny, artifacts):
@@ -84,18 +74,6 @@ def test_bfloat16_is_no_further_from_float32_than_ltx_cores_bfloat16(tiny, artif
     exact = torch.cat([*theirs.float().tiled_decode(latent.float(), tiling)], dim=2)
     theirs = torch.cat([*theirs.bfloat16().tiled_decode(latent, tiling)], dim=2).float()
     assert rel(ours, exact) <= rel(theirs, exact)
-
-
-def test_sound_and_pictures_are_decoded_side_by_side_on_the_ranks(tiny, artifacts):
-    """Whichever thread comes first loads the decoders."""
-    workspace = prepared(tiny, artifacts, "overlap_decode=true", ON_RANKS)
-    with Engine(workspace, Recorder(), RunOptions(neuron_vae=True)) as engine:
-        engine.progress = False
-        results = list(engine.run(JOBS))
-    for result in results:
-        frames = frames_of(engine.host.decode_video(result.tensors["s1_video"]))
-        assert (result.frames.int() - frames.int()).abs().max() <= FRAME_COUNTS
-        assert rel(result.waveform, engine.host.decode_audio(result.tensors["s1_audio"])) < SOUND
 
 
 # --- what breaks ----------------------------------------------------------------------------------

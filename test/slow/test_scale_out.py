@@ -1,5 +1,5 @@
-"""One clip on several groups of ranks, in processes: every step equals one rank's, and a killed
-rank is named and the clip goes on to the same bits."""
+"""One clip on several groups of ranks that divide the stream too, in processes: every step equals one rank's, and a
+killed rank is named and the clip goes on to the same bits. Groups alone: test_golden.py."""
 
 import os
 import signal
@@ -19,12 +19,7 @@ from ltx_neuron.engine.resume import restore_state, save_state
 from ltx_neuron.job import Size
 
 ONE, TWO = (Size(64, 64, 9, two_stage=both) for both in (False, True))
-# tp, then the profile's settings.
-LAYOUTS = {
-    "2 groups of 2 ranks": (2, "context_parallel=2"),
-    "3 groups of a rank, with padding": (1, "context_parallel=3"),
-    "2 groups of 2 ranks that divide the stream too": (*(2, "context_parallel=2 sequence_parallel=true"),),
-}
+GROUPS = 2, "context_parallel=2 sequence_parallel=true"
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -62,29 +57,15 @@ def steps_of(engine, job) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-def pids_of(engine) -> list[int]:
-    return [process.pid for process in engine.residency.ranks._processes]
-
-
-@pytest.fixture(scope="module")
-def alone():
-    return {}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_every_step_of_several_groups_equals_one_ranks(opened, alone, layout):
-    if not alone:
-        engine, job = opened()
-        alone["steps"] = steps_of(engine, job)
-        engine.close()
-    got = steps_of(*opened(*layout))
-    assert len(got) == len(alone["steps"]) == sum(stage.steps for stage in make_job("", ONE).stages)
-    for ours, theirs in zip(got, alone["steps"], strict=True):
+def test_every_step_of_several_groups_equals_one_ranks(opened):
+    alone, groups = steps_of(*opened()), steps_of(*opened(*GROUPS))
+    assert len(alone) == make_job("", ONE).steps
+    for ours, theirs in zip(groups, alone, strict=True):
         assert all(rel(ours[stream], theirs[stream]) < EQUAL for stream in STREAMS)
 
 
 def test_a_killed_rank_of_each_group_is_named_and_the_clip_goes_on_to_the_same_bits(opened, tmp_path):
-    engine, job = opened(*LAYOUTS["2 groups of 2 ranks"], size=TWO)
+    engine, job = opened(*GROUPS, size=TWO)
     state = tmp_path / "state"
     engine.on_stage_end = lambda run: run.stages_left and save_state(state, run, {})
     (whole,) = engine.run([job], keep=True, decode=False)
@@ -97,7 +78,7 @@ def test_a_killed_rank_of_each_group_is_named_and_the_clip_goes_on_to_the_same_b
         pids = []
 
         def kill(stage, number, rank=rank, pids=pids):
-            pids += pids_of(engine)
+            pids += [process.pid for process in engine.residency.ranks._processes]
             os.kill(pids[rank], signal.SIGKILL)
 
         engine.on_step_end = kill

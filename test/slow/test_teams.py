@@ -118,18 +118,6 @@ def test_two_groups_share_the_tiles_of_a_step_and_one_makes_all_when_the_other_d
     assert "guidance group 2 lost at step 4 of stage 1" in capfd.readouterr().err
 
 
-def test_hq_on_two_groups_is_that_of_one_though_the_group_of_stage_2_dies(opened, runs, monkeypatch, capfd):
-    job, two = runs.job("hq"), opened(TWO)
-    want = latents(opened(), job)
-    with monkeypatch.context() as patch:
-        kill_in(patch, 0, "main", 3)
-        assert_same(latents(two, job), want)
-    printed = capfd.readouterr()
-    assert "stage 2 has one pass a step: 1 of 2 guidance groups wait" in printed.out
-    assert "guidance group 1 lost at step 2 of stage 2 (rank 1 of 2 failed:" in printed.err
-    two.close()
-
-
 def test_three_of_four_groups_die_one_after_the_other_and_the_clips_are_the_same(opened, monkeypatch, capfd):
     """Among them the one that results are read from: in a pass, in a combination, between steps."""
     want, four = latents(opened(), GUIDED), opened(FOUR)

@@ -1,7 +1,4 @@
-"""A batch of lines of all kinds, each on weights of its own, and one that is ended again and again:
-each line is its single run bit for bit."""
-
-from pathlib import Path
+"""A batch of lines of all kinds, each on weights of its own: each line is its single run bit for bit."""
 
 import pytest
 import torch
@@ -12,9 +9,6 @@ from safetensors.torch import save_file
 from swapping import ONE, TWO, assert_same, each_alone, jobs_of_three_sets, latents, opened, swaps
 
 from ltx_neuron.artifacts import build
-from ltx_neuron.backends.ranks import RankError
-from ltx_neuron.engine.outputs import run_identity
-from ltx_neuron.engine.resume import restore_state, save_state
 from ltx_neuron.job import Job, Size
 from ltx_neuron.sampling.conditions import ImageCondition, Retake, SoundCondition
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
@@ -24,13 +18,9 @@ SPOKEN = StreamGuidance(cfg_scale=7.0, stg_scale=1.0, stg_blocks=(0,))
 
 
 @pytest.fixture(scope="module")
-def jobs(tiny, tmp_path_factory) -> list[Job]:
-    return jobs_of_three_sets(tiny, tmp_path_factory.mktemp("jobs"))
-
-
-@pytest.fixture(scope="module")
-def mixed(tiny, jobs, tmp_path_factory) -> list[Job]:
+def mixed(tiny, tmp_path_factory) -> list[Job]:
     """A line of each kind, those of two IC-LoRAs apart from each other."""
+    jobs = jobs_of_three_sets(tiny, tmp_path_factory.mktemp("jobs"))
     first, second = jobs[0].loras, jobs[1].stage_1_loras
     masked = {name: getattr(jobs[1], name) for name in ("references", "attention_mask")}
     film = masked["references"][0].path
@@ -59,8 +49,8 @@ def mixed(tiny, jobs, tmp_path_factory) -> list[Job]:
 
 
 @pytest.fixture(scope="module")
-def engine_of(tiny, jobs, mixed, artifacts):
-    with opened([*jobs, *mixed], tiny, artifacts) as anew:
+def engine_of(tiny, mixed, artifacts):
+    with opened(mixed, tiny, artifacts) as anew:
         yield anew
 
 
@@ -74,34 +64,6 @@ def test_a_batch_of_all_kinds_swaps_least_and_every_line_is_its_single_run(engin
     one, other = [11, 16, 19, 19, 20, 21], [13, 21]
     plain = [11, 12, 13, 14, 18, 18, 15, 16, 17, 17, 20, 22, 24, 24, 26]
     assert order == one + other + plain
-
-
-def test_an_interrupted_batch_goes_on_to_the_same_bits(engine_of, jobs, tmp_path):
-    """Ended after every third stage, and gone on with by an engine that has nothing loaded."""
-
-    def path(job: Job) -> Path:
-        return tmp_path / f"{job.seed}.safetensors"
-
-    def resume(job: Job):
-        kept, identity = path(job), run_identity(job, engine.workspace, engine.options)
-        return restore_state(kept, job, identity, torch.float32) if kept.is_file() else None
-
-    def keep(run) -> None:
-        save_state(path(run.job), run, run_identity(run.job, engine.workspace, engine.options))
-        ended.append(run.job.seed)
-        if len(ended) % 3 == 0:
-            raise RankError("killed")
-
-    alone, engine, ended = each_alone(engine_of(), jobs), engine_of(), []
-    for _ in range(2):
-        engine.on_stage_end = keep
-        with pytest.raises(RankError):
-            latents(engine, jobs, resume=resume)
-        engine = engine_of()
-    engine.on_stage_end = keep
-    assert_same(latents(engine, jobs, resume=resume), alone)
-    assert ended == [1, 4, 4, 2, 5, 2, 3, 5]
-    assert swaps(engine) == 0  # stage 2 of both is left, and the plain one
 
 
 def test_ranks_encode_each_prompt_with_the_connectors_of_its_jobs_lora(tiny, tmp_path, artifacts):

@@ -1,4 +1,5 @@
-"""One stage on the ranks: upload of shared inputs, steps, download of the result.
+"""One stage on the ranks: its initial latents, upload of shared inputs, steps, download of the
+result.
 
 A step runs on the device, from latents to the next latents. With res_2s and gradient estimation the
 state is on the host, and the device runs one evaluation at a time. `prepare` uploads the inputs
@@ -29,12 +30,67 @@ from ltx_neuron.job import Job, Stage
 from ltx_neuron.models.rope import rope_tables
 from ltx_neuron.models.signatures import ANCESTRAL_FIELDS, LATENTS
 from ltx_neuron.report.recorder import Counters
-from ltx_neuron.sampling import latents, shapes
-from ltx_neuron.sampling.compat import Compat
-from ltx_neuron.sampling.latent_state import LatentState
+from ltx_neuron.sampling import chunks, latents, shapes
+from ltx_neuron.sampling.compat import COMPAT, Compat
+from ltx_neuron.sampling.conditions import ImageCondition
+from ltx_neuron.sampling.dfr import CLIPS
+from ltx_neuron.sampling.extension import start_of
+from ltx_neuron.sampling.latent_state import LatentState, initial_states
 from ltx_neuron.sampling.samplers import SAMPLERS, Euler, Res2s, Stream, ancestral_steps
 from ltx_neuron.sampling.schedules import stream_sigmas
 from ltx_neuron.text.encoders import Contexts
+
+
+def to_upsample(
+    job: Job, stage: Stage, tensors: dict[str, Tensor]
+) -> dict[str, tuple[Tensor, str]]:
+    """The latents that a stage needs from the upsamplers: by their --save-tensors names, the input
+    (1, 128, F, h, w) and "spatial" or "temporal". tensors: of the job so far."""
+    if window := stage.temporal:
+        name, clip = CLIPS[window.round - 1], job.rendering.clip
+        return {} if name in tensors else {name: (clip(tensors, window.round - 1), "temporal")}
+    sources = {"upsampled": "s1_video"} if stage.upsampled else {}
+    if sources and job.of(stage).generated_keyframes(upsampled=True):  # as one clip of K latents
+        sources["upsampled_keyframes"] = "s1_generated_keyframes"
+    return {name: (tensors[source], "spatial") for name, source in sources.items()}
+
+
+def starting_states(
+    job: Job,
+    stage: Stage,
+    tensors: dict[str, Tensor],
+    images: list[tuple[ImageCondition, Tensor]],
+    dtype: torch.dtype,
+) -> tuple[LatentState, LatentState]:
+    """The initial state of a stage's video and audio.
+
+    tensors  of the job so far, with what to_upsample names
+    images   each with its latent (1, 128, 1, h, w) at this stage's size
+    """
+    stage_job, tensors = job.of(stage), dict(tensors)
+    if stage_job.chunk:
+        tensors |= chunks.sounds_of(stage_job.chunk, stage_job.size.frame_rate, tensors)
+    if stage.temporal:
+        tensors |= job.rendering.start(stage.temporal, tensors)
+        video, audio = tensors["video"], tensors["audio"]
+    elif stage.window:
+        assert job.extension
+        video, audio = start_of(job.extension, stage.window, tensors)
+    elif stage.upsampled:
+        video, audio = tensors["upsampled"], tensors["s1_audio"]
+    else:
+        shape = stage.height, stage.width, stage_job.size.num_frames, stage_job.size.frame_rate
+        video, audio = latents.zeros(*shape, dtype)
+        video, audio = tensors.get("video_latent", video), tensors.get("audio_latent", audio)
+    held = heard = video[:, :, :0]  # what a window begins with
+    if stage_job.chunk and stage_job.chunk.taken:
+        held, heard = (tensors[f"{chunks.CARRIED}{stage.key}_{kind}"] for kind in STREAMS)
+        video = torch.cat([held, video[:, :, held.shape[2] :]], dim=2)
+        if not stage_job.freezes_sound(stage.upsampled):
+            audio = torch.cat([heard, audio[:, :, heard.shape[2] :]], dim=2)
+    inputs = tensors, (video, audio), images, COMPAT[job.compat], dtype
+    states = initial_states(stage_job, stage.upsampled, *inputs, stage.window)
+    return states[0].with_prefix(held[0, 0].numel()), states[1].with_prefix(heard.shape[2])
 
 
 @dataclass(frozen=True)
@@ -102,7 +158,7 @@ class StageRun:
         """Add noise to the streams and upload the inputs that all steps share.
 
         job     as its stage sees it: Job.of
-        states  initial ones, of video and audio: denoise.start.starting_states
+        states  initial ones, of video and audio: starting_states
         """
         self.stage, self.states = stage, states
         video_state, audio_state = states

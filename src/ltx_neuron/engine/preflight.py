@@ -97,14 +97,6 @@ class Preflight:
         }
         return {name: Path(path) for name, path in named.items() if path}
 
-    def check_apart(self, jobs: list[Job], isolate: bool) -> tuple[list[Job], Failed, Compiled]:
-        """As `check`. Returns the jobs that can run, if `isolate` those whose own files cannot be
-        used, with their errors, and the compiled steps."""
-        failed: Failed = []
-        compiled = self.check(jobs, failed if isolate else None) if jobs else {}
-        unusable = {id(job) for job, _ in failed}
-        return [job for job in jobs if id(job) not in unusable], failed, compiled
-
     def check(self, jobs: list[Job], failed: Failed | None = None) -> Compiled:
         """Check the jobs' files and settings, then their weight sets and graphs. Loads nothing.
         Returns the compiled steps; raises UserError. failed: receives the jobs whose own files

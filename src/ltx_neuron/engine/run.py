@@ -18,12 +18,11 @@ from ltx_neuron.artifacts.build import audio_dtype
 from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.backends.neuron_errors import DeviceFailure
 from ltx_neuron.backends.ranks import RankError
-from ltx_neuron.denoise import StageRun
-from ltx_neuron.denoise.start import starting_states, to_upsample
+from ltx_neuron.denoise import StageRun, starting_states, to_upsample
 from ltx_neuron.denoise.tiled import TiledStageRun
 from ltx_neuron.engine.decode import DecodedClip, Decoder, Result
 from ltx_neuron.engine.film import Film
-from ltx_neuron.engine.preflight import Compiled, Preflight, RunOptions
+from ltx_neuron.engine.preflight import Compiled, Failed, Preflight, RunOptions
 from ltx_neuron.engine.residency import Residency
 from ltx_neuron.engine.resume import JobRun
 from ltx_neuron.errors import UserError
@@ -286,11 +285,14 @@ class Engine:
                 jobs, failed, compiled = self._check(jobs, isolate)
             yield from decodes.outcomes()
 
-    def _check(self, jobs: list[Job], isolate: bool) -> tuple[list[Job], list, Compiled]:
+    def _check(self, jobs: list[Job], isolate: bool) -> tuple[list[Job], Failed, Compiled]:
+        """The jobs that can run, if `isolate` the others with their errors, and compiled steps."""
+        failed: Failed = []
         with self._show("check"), printing():
-            checked = self.preflight.check_apart(jobs, isolate)
+            compiled = self.preflight.check(jobs, failed if isolate else None) if jobs else {}
         self.residency.vae_stays = self.preflight.vae_stays
-        return checked
+        unusable = {id(job) for job, _ in failed}
+        return [job for job in jobs if id(job) not in unusable], failed, compiled
 
     def _decodes(self, isolate: bool) -> "_Decodes":
         if self.options.neuron_vae:  # the decoding thread checks the ranks itself

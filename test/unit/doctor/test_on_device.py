@@ -2,25 +2,19 @@
 
 import re
 import textwrap
-from argparse import Namespace
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import partial
-from pathlib import Path
 
 import pytest
 from device import bench as device_bench
-from device import conftest as device_run
-from device import measurements, probes, step_times, test_device
-from device.bench import TINY_SIZE, WIDE, Bench, Model, Run
-from device.comparisons import doctor, three_way
+from device import measurements, probes, step_times
+from device.bench import Bench
+from device.comparisons import three_way
 from device.report import Budget, Report, Section, Stopped
 from device_rehearsal import rehearsal
 from helpers import ended, one_thread, randn, within  # noqa: F401
-from tiny.config import TinySizes, released_config, tiny_config
 
-from ltx_neuron.config.profiles import resolve
-from ltx_neuron.config.transformer import transformer_config
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import write_json
 
@@ -119,18 +113,6 @@ def test_the_rule_compares_with_twice_the_rounding_of_the_cpu():
             [*three_way(device, bf16, exact, ("video", "audio"))]
 
 
-def test_two_blocks_have_the_released_width_and_heads_that_the_kernel_takes():
-    wide, released = (transformer_config(config) for config in (tiny_config(WIDE), released_config()))
-    for size in ("video", "audio", "video_connector", "audio_connector"):
-        assert getattr(wide, size) == getattr(released, size)
-    # nki-library tests attention_cte with heads of 64 channels and more.
-    assert min(TinySizes().head_dim, TinySizes().audio_head_dim) < 64 <= min(WIDE.head_dim, WIDE.audio_head_dim)
-    for profile, name, more in (("trn2.3xlarge", "tiny", 1), ("trn2.3xlarge", "wide", 0), ("cpu", "tiny", 0)):
-        bench = Bench(Namespace(dtype="bfloat16"), resolve(profile, ("lnc=2",)))
-        settings = bench.device(Model(name, Path(), None, None, TINY_SIZE, Path())).settings
-        assert settings == ("lnc=2", *["attention=matmul"] * more)
-
-
 # --- the budget -----------------------------------------------------------------------------------
 
 # Asks to be left alone, as what hangs in a driver does, and has a child.
@@ -160,20 +142,6 @@ def hanging(bench: Bench) -> Callable[[list], None]:
     return section
 
 
-def test_a_section_whose_estimate_exceeds_the_budget_is_left_out(reports):
-    for minutes in (0.0, float("nan"), float("inf")):
-        with pytest.raises(UserError, match="wanted minutes above 0"):
-            Budget(minutes)
-    sections = Section("a", minutes=9), Section("b", minutes=1)
-    report = reports(*sections, budget=Budget(5))
-    run_all(report)
-    assert statuses(report) == ["not reached", "done"]
-    assert report.done["a"]["why"] == "takes about 9 minutes, 5.0 are left"
-    unlimited = reports(*sections, restored=True)
-    run_all(unlimited)
-    assert statuses(unlimited) == ["done", "done"]
-
-
 @pytest.mark.parametrize(
     ("minutes", "estimate", "why", "next_status"),
     [(0.05, 0.02, "the budget ended", "not reached"), (30, 0.01, "4 times the estimate", "done")],
@@ -193,59 +161,10 @@ def test_a_section_that_hangs_is_stopped_with_all_it_started(bench, reports, min
     assert "| hangs | stopped: hangs was stopped after 0." in kept.markdown()
 
 
-def test_a_script_that_fails_or_takes_too_long_fails_its_section(bench, monkeypatch):
-    bench = bench(minutes=30)
-    with pytest.raises(pytest.fail.Exception, match=r"(?s)broken ended with exit code 1 \(.*ZeroDivisionError"):
-        bench.run("broken", "-c", "1 / 0")
-    monkeypatch.setattr(device_bench, "SCRIPT_SECONDS", 0.3)
-    with pytest.raises(pytest.fail.Exception, match="sleeps was stopped after 0.0 minutes, its longest time"):
-        bench.run("sleeps", "-c", "import time; time.sleep(600)")
-
-
 # --- the command ----------------------------------------------------------------------------------
 
 
-def test_without_a_device_sections_are_skipped_and_with_lf_those_that_are_done_are_deselected(reports):
-    report, deselected = reports(Section("a"), Section("b"), Section("c")), []
-    run_all(report, b=fails(ZeroDivisionError()))
-    path, marks = Path(test_device.__file__), []
-    items = [Namespace(path=path, name=f"test_section[{name}]", add_marker=marks.append) for name in "abc"]
-    hook = Namespace(pytest_deselected=lambda items: deselected.extend(items))
-    config = Namespace(stash={}, getoption=lambda *_: True, hook=hook)
-    device_run.pytest_collection_modifyitems(config, items)
-    assert len(items) == len(marks) == 3 and device_run.RUN in marks[0].kwargs["reason"]
-    config.stash[device_run.REPORT] = report
-    device_run.pytest_collection_modifyitems(config, items)
-    assert [device_run.name_of(item.name) for item in items] == ["b"] and len(deselected) == 2
-
-
 # --- what it measures -----------------------------------------------------------------------------
-
-
-def test_a_doctor_that_finds_what_blocks_fails_its_section(bench, monkeypatch):
-    for verdict, fails in (("nothing blocks this run; still to make: x", False), ("this run is blocked by: y", True)):
-        monkeypatch.setattr(Bench, "run", lambda *_, verdict=verdict, **__: Run(f"a warning\nok torch\n{verdict}\n", 1))
-        lines = doctor(bench())
-        assert [next(lines), next(lines), next(lines)][1].endswith(verdict)
-        with pytest.raises(pytest.fail.Exception, match="something blocks") if fails else nullcontext():
-            assert list(lines) == []
-
-
-def test_a_measured_step_is_divided_by_the_middle_of_the_forecast():
-    part = Namespace(name="products", low=1.0, high=2.0, source="a | b")
-    forecast = Namespace(low=1.0, middle=2.0, high=3.0, parts=[part])
-    stages = [Namespace(forecast=None), Namespace(forecast=forecast)]
-    lines = [*measurements.forecast_lines(Namespace(profile="x", stages=stages), 3.0)]
-    assert lines[0] == "Forecast of this step: 1.0 to 3.0 ms, middle 2.0. Measured / forecast: 1.50."
-    assert lines[-1] == "| products | 1.00 to 2.00 | a \\| b |"
-    (none,) = measurements.forecast_lines(Namespace(profile="cpu", stages=stages[:1]), 1.0)
-    assert none == "Forecast: none, profile cpu has no documented limits."
-
-
-def test_an_overwritten_output_is_a_failure(bench, monkeypatch):
-    monkeypatch.setattr(measurements, "_probe", lambda *_: {"right": True, "kept": False, "raw": False})
-    with pytest.raises(pytest.fail.Exception, match="guided generation combines overwritten predictions"):
-        list(measurements.outputs(bench()))
 
 
 def test_collectives_and_outputs_are_probed_on_ranks_and_wrong_sums_are_found(bench, monkeypatch):
@@ -269,8 +188,8 @@ def test_collectives_and_outputs_are_probed_on_ranks_and_wrong_sums_are_found(be
 
 
 # Where a driver has its counter: to 2.30, and "moved several nodes to new paths" (2.31), we do not know where to.
-@pytest.mark.parametrize("place", ["stats/memory_usage/device_mem", "memory/device_mem"])
-def test_device_memory_is_read_core_by_core_wherever_the_driver_counts_it(tmp_path, place):
+def test_device_memory_is_read_core_by_core_wherever_the_driver_counts_it(tmp_path):
+    place = "memory/device_mem"
     for core, counter, used in ((0, place, 5), (1, place, 7), (1, f"{place}/tensors", 1), (1, "host_mem", 2)):
         folder = tmp_path / f"sys/devices/virtual/neuron_device/neuron3/neuron_core{core}" / counter
         folder.mkdir(parents=True)

@@ -20,9 +20,8 @@ from ltx_neuron.engine.resume import JobRun
 from ltx_neuron.errors import FieldError
 from ltx_neuron.host.diffusion import DiffusionDecoder, decode_bytes
 from ltx_neuron.host.models import HostModels
-from ltx_neuron.job import Job, Size
+from ltx_neuron.job import Size
 from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.service.fields import VideoRequest
 
 FP32 = 2e-6  # relative, after all layers
 SHAPE = 3, 3, 3
@@ -127,15 +126,6 @@ def test_what_does_not_fit_is_refused(printed):
     with pytest.raises(FieldError) as error:
         replace(READING, **REFUSED[printed]).check()
     assert printed in str(error.value)
-
-
-def test_a_line_and_a_request_mean_the_same():
-    fields = {"num_generated_keyframes": 2, "decode_with_keyframes": True}
-    assert Job.model_validate({"prompt": "rain"} | fields).reads_keyframes
-    request = VideoRequest(prompt="rain", **{name: str(value) for name, value in fields.items()})
-    assert request.job.decode_with_keyframes and not VideoRequest(prompt="rain").job.decode_with_keyframes
-    assert READING.describe()["decode_with_keyframes"]
-    assert "decode_with_keyframes" not in replace(READING, decode_with_keyframes=False).describe()
 
 
 @pytest.mark.parametrize(

@@ -2,21 +2,19 @@
 
 import json
 import os
-import random
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from fuzz import on_random
 from jobs import make_job, replace
 
 from ltx_neuron import batch
 from ltx_neuron.batch import RESULTS, Line, Results
 from ltx_neuron.engine.outputs import OutputPaths, is_log, is_sidecar, logging_failure, sibling_files, sidecar
-from ltx_neuron.engine.resume import SUFFIX, state_path, write_run_tensors
+from ltx_neuron.engine.resume import write_run_tensors
 from ltx_neuron.errors import UserError
-from ltx_neuron.files import MARK, whole_file, write_json, write_tensors
+from ltx_neuron.files import MARK, write_json, write_tensors
 from ltx_neuron.host.video import write_frames
 from ltx_neuron.pipeline import LTXPipeline
 from ltx_neuron.report.__main__ import main as print_report
@@ -232,123 +230,3 @@ def test_what_an_earlier_batch_made_is_replaced(tmp_path):
     write_state(tmp_path / "0002.resume.safetensors")  # killed before the JSON was written
     Results(tmp_path, lines).done(lines[2])  # its JSON was removed later
     batch.check_outputs(lines, tmp_path, None, {})
-
-
-READ = ("in/gemma/config.json", "in/artifacts/rank_00.safetensors", "in/photo.png", "in/photo.json", "in/jobs.jsonl")
-OF_OTHERS = ("out/theirs.json", "out/stated.resume.safetensors", "out/logged.failure.log", "out/0002.json")
-OF_OTHERS += ("theirs/frame_00001.png", "theirs/0001.mp4", f"theirs/{RESULTS}", "films/0001.mp4", "blob")
-OURS = ("out/ours.json", "out/ours.resume.safetensors", "out/ours.failure.log")
-OURS += tuple(f"fr/frame_{number:05d}.png" for number in range(4))
-SOFT = {"linked": "in", "soft.png": "in/photo.png", "in/gemma/blob.json": "../../blob", "fr2": "fr"}
-HARD = {"hard.png": "in/photo.png", "out/hard.json": "in/jobs.jsonl"}
-FOLDERS = ("", "out", "out", "out", "new", "new/a", "new", "fr", "fr2", "films", "theirs", "in", "linked", "OUT")
-FOLDERS += ("out/../in", "in/gemma", "linked/artifacts")
-STEMS = ("a", "a", "b", "ours", "ours", "theirs", "stated", "logged", "photo", "hard", "PHOTO")
-NAMES = ("a.safetensors", "b.json", "Photo.JSON", "frame_00001.png", "frame_00070.png", "ours.mp4", "ours.failure.log")
-NAMES += ("a.failure.log", "new", "0001.json", "0002.mp4", "photo.png", "hard.json")
-
-
-def plant(root: Path) -> None:
-    """Files that are read, files of others, files of ours, and links."""
-    for name in (*READ, *OF_OTHERS):
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(f"this is {name}")
-    for name, target in SOFT.items():
-        (root / name).symlink_to(target)
-    for name, target in HARD.items():
-        os.link(root / target, root / name)
-    list(write_frames(root / "fr", [TWO_FRAMES.repeat(2, 1, 1, 1)]))
-    for path in sibling_files(root / "out" / "ours.mp4").values():
-        write_one(path)
-
-
-def write_one(path: Path) -> None:
-    """What a run writes to a path, by its suffix."""
-    if path.suffix == ".json" and path.name != RESULTS:  # which Results writes
-        write_json(path, SIDECAR)
-    elif path.name.endswith(SUFFIX):
-        write_state(path)
-    elif path.name != RESULTS:
-        with whole_file(path) as partial:
-            partial.write_text(f"{MARK}\nwritten by the test")
-
-
-def place(path: Path) -> str:
-    """The one path of a file, or of a link to one, whatever links lead to its folder."""
-    return f"{os.path.realpath(path.parent)}/{path.name}"
-
-
-def content(root: Path) -> dict[str, object]:
-    """Every file and link by its place."""
-    paths = (path for path in root.rglob("*") if path.is_symlink() or path.is_file())
-    return {place(path): os.readlink(path) if path.is_symlink() else path.read_bytes() for path in paths}
-
-
-def draw(chance: random.Random, root: Path) -> tuple[OutputPaths, dict[str, Path]]:
-    """Outputs and inputs of a run."""
-
-    def sometimes(value):
-        return value if chance.random() < 0.2 else None
-
-    def path() -> Path:
-        return root / chance.choice(FOLDERS) / chance.choice(NAMES)
-
-    inputs = root / chance.choice(("in", "linked", "out/../in"))
-    read = {"--gemma-root": inputs / "gemma", "--artifacts-dir": inputs / "artifacts", "--image": inputs / "photo.png"}
-    if image := sometimes(root / chance.choice(("soft.png", "hard.png", "fr2/frame_00003.png", "out/0002.json"))):
-        read["--image"] = image
-    folder, report = root / chance.choice(FOLDERS), sometimes(path())
-    if chance.random() < 0.2:
-        return OutputPaths(folder=folder, report=report), read | {"--prompts-file": inputs / "jobs.jsonl"}
-    video, frames = folder / f"{chance.choice(STEMS)}.mp4", sometimes(root / chance.choice(FOLDERS))
-    return OutputPaths(video=video, frames=frames, tensors=sometimes(path()), report=report), read
-
-
-def run_of(outputs: OutputPaths, read: dict[str, Path]) -> None:
-    """Check and write as a run does. Raises UserError where it refuses."""
-    videos = [outputs.video]
-    if outputs.folder:
-        lines = lines_of(2)
-        videos = [outputs.folder / line.file for line in lines]
-        outputs.check_batch(None)
-        batch.check_outputs(lines, outputs.folder, outputs.report, read)
-        Results(outputs.folder, lines).done(lines[0])
-    else:
-        outputs.check(read)
-    beside = [path for video in videos for path in (video, *sibling_files(video).values())]
-    for path in filter(None, (outputs.tensors, outputs.report, *beside)):
-        write_one(path)
-    if outputs.frames:
-        list(write_frames(outputs.frames, [TWO_FRAMES]))
-    for video in videos:
-        state_path(video).unlink()
-
-
-def test_runs_with_names_drawn_at_random_change_nothing_that_they_read_or_did_not_name(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda file: None)  # the disk's speed is not what is tested
-    accepted, root, before = [], tmp_path / "tree", {}
-    plant(tmp_path / "planted")
-
-    def check(chance: random.Random) -> None:
-        if not root.exists():  # of links, which is fast; a file written in place would be seen
-            shutil.copytree(tmp_path / "planted", root, symlinks=True, copy_function=os.link)
-            before.update(before or content(root))
-        outputs, read = draw(chance, root)
-        try:
-            run_of(outputs, read)
-        except UserError:
-            return  # had it written anything, it would be seen after the next accepted run
-        accepted.append(outputs)
-        after = content(root)
-        named = [path for path in (outputs.video, outputs.tensors, outputs.report) if path]
-        inputs = [file for path in read.values() for file in (path, *path.rglob("*"))]
-        kept = before.keys() - set(map(place, (*named, *(root / name for name in OURS))))
-        kept |= before.keys() & {place(file) for path in inputs for file in (path, path.resolve())}
-        new = [Path(name) for name in after.keys() - before.keys()]
-        strays = [path for path in new if path.is_relative_to(root / "in/gemma") or "artifacts" in path.parts]
-        shutil.rmtree(root)
-        assert [name for name in sorted(kept) if after.get(name) != before[name]] == [], outputs
-        assert strays == [], outputs
-
-    on_random(check)
-    assert len(accepted) > 5

@@ -14,7 +14,7 @@ from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.engine import run as module
 from ltx_neuron.engine.decode import Result
 from ltx_neuron.engine.preflight import RunOptions
-from ltx_neuron.engine.run import Engine, JobFailure, stage_groups
+from ltx_neuron.engine.run import Engine, JobFailure, print_idle_groups, stage_groups
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Job, Size
 
@@ -145,6 +145,11 @@ def test_jobs_that_come_meanwhile_join_and_are_resumed(engine_of):
     results = engine.run(JOBS[:1], more=more, resume=resume)
     assert outcomes(results) == [(0, False), (1, False), (2, False)]
     assert resumed == [0, 0, 1, 2, 2] and engine.events.count("load") == 3
+
+
+def test_guidance_groups_that_wait_in_a_stage_are_said(capsys):
+    print_idle_groups(JOBS[0], JOBS[0].stages[1], 2)
+    assert capsys.readouterr().out == "stage 2 has one pass a step: 1 of 2 guidance groups wait\n"
 
 
 @pytest.mark.parametrize(

@@ -180,17 +180,6 @@ def test_peak_memory_sees_children_and_grandchildren_that_start_and_end_within_t
     assert grandchild - after > 60 * MEGABYTE
 
 
-def test_sampling_memory_takes_little_time_and_ends_with_the_phase():
-    recorder = Recorder()
-    names = [thread.name for thread in threading.enumerate()]
-    with recorder.phase("encode_mp4"):
-        (sampler,) = (thread for thread in threading.enumerate() if thread.name == "peak-memory")
-        clock = time.pthread_getcpuclockid(sampler.ident)
-        time.sleep(1)
-        assert time.clock_gettime(clock) < 0.2  # generous: the machine may be busy
-    assert [thread.name for thread in threading.enumerate()] == names
-
-
 FIELDS = """schema job profile tp versions identity phases denoise_steps_ms warm_step_ms bytes_to_device_per_step
 launches_per_step collectives_per_step flops_per_step weight_swaps percent_of_peak end_to_end_seconds
 residual_seconds clips video_seconds start_to_first_clip"""
@@ -315,20 +304,10 @@ def test_launches_and_weight_swaps_are_reported_and_shown(counters, row):
     assert row[:12] not in latency.table(report) and "weight swaps" not in latency.table(recorded())
 
 
-def test_a_comparison_has_ratios_and_what_differs_between_the_jobs():
-    before, after = recorded(), recorded(stage_1=(900.0, 55.0))
-    after["job"] = {**JOB, "height": 768}
-    text = latency.compare(before, after)
-    assert "differs: job.height: 384 -> 768" in text and max(map(len, text.splitlines())) <= 100
-    line = next(line for line in text.splitlines() if line.startswith("warm_step_ms.stage_1.median"))
-    assert line.split()[1:] == ["110.000", "55.000", "0.500"]
-
-
 @pytest.mark.parametrize(
     "change, message",
     [
         (lambda report: report.update(schema=2), "not a latency report of schema 1, its schema is 2"),
-        (lambda report: report.clear(), "not a latency report of schema 1, its schema is None"),
         (lambda report: report.pop("phases"), "missing phases"),
         (lambda report: report["phases"][1].pop("seconds"), r"missing phases\[1\].seconds"),
         (lambda report: report["warm_step_ms"].pop("stage_2"), "missing warm_step_ms.stage_2.med"),
@@ -364,8 +343,6 @@ def test_a_limit_kept_passes_and_a_limit_exceeded_exits_1_with_both_numbers(tmp_
         ("warm_step_ms.stage1.median=1", "is not a number of this report; similar names: warm_step_ms.stage_1.median"),
         ("percent_of_peak=1", "has no value in this run"),
         ("profile=1", "profile is not a number"),
-        ("end_to_end_seconds", "wanted NAME=VALUE"),
-        ("end_to_end_seconds=fast", "wanted NAME=VALUE"),
         ("end_to_end_seconds=nan", "wanted NAME=VALUE"),
     ],
 )
@@ -375,10 +352,13 @@ def test_a_limit_that_cannot_be_checked_is_an_error(limit, message, tmp_path):
 
 
 def test_the_command_compares_two_runs_and_names_a_mistake_without_a_traceback(tmp_path, capsys):
-    a, b = write(tmp_path, recorded(), "a.json"), write(tmp_path, recorded(), "b.json")
-    report_main([a, b])
+    after = recorded(stage_1=(900.0, 55.0)) | {"job": JOB | {"height": 768}}
+    report_main([write(tmp_path, recorded(), "a.json"), write(tmp_path, after, "b.json")])
     text = capsys.readouterr().out
     assert "B/A" in text and text.count("end to end") == 2
+    assert "differs: job.height: 384 -> 768" in text and max(map(len, text.splitlines())) <= 100
+    line = next(line for line in text.splitlines() if line.startswith("warm_step_ms.stage_1.median"))
+    assert line.split()[1:] == ["110.000", "55.000", "0.500"]
     broken = tmp_path / "broken.json"
     broken.write_text("{")
     for path in (broken, tmp_path / "absent.json", tmp_path):

@@ -8,7 +8,7 @@ from helpers import one_thread, randn  # noqa: F401
 from jobs import make_job, replace
 from printed import runs
 
-from ltx_neuron.denoise.start import starting_states
+from ltx_neuron.denoise import starting_states
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Job, Size
 from ltx_neuron.sampling.chunks import layout
@@ -101,10 +101,6 @@ def test_a_reference_is_read_from_the_first_frame_of_the_window():
 def test_lengths_and_fields_that_cannot_be_are_refused_with_what_to_type(fields, message):
     with pytest.raises(UserError, match=message):
         job(**fields).check()
-
-
-def test_any_length_of_windows_turns_them_on():
-    assert make_job("a fox", chunk_blend_frames=0).holds("chunked") and not make_job("a fox").holds("chunked")
 
 
 def tensors_of(window: Job, stage) -> dict[str, torch.Tensor]:

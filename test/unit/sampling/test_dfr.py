@@ -11,7 +11,7 @@ from jobs import make_job
 from ltx_neuron.artifacts.workspace import of_release
 from ltx_neuron.config.diffusion import DIFFUSION_VAE, EMBEDDING
 from ltx_neuron.config.release import RELEASES
-from ltx_neuron.denoise.start import to_upsample
+from ltx_neuron.denoise import to_upsample
 from ltx_neuron.engine.preflight import check_dfr, notes
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Job, Size

@@ -1,7 +1,6 @@
 """Inputs of a job besides its prompt: the graphs they need, and the same job by flags, lines and Python calls.
 What is refused: test_refusals.py."""
 
-import argparse
 import json
 import shlex
 from pathlib import Path
@@ -260,12 +259,6 @@ def test_missing_graphs_are_refused_with_the_command_that_compiles_them(kind, ti
     assert not {"--start-time", "--audio-start-time", "--regenerate", "--sampler"} & {*words}
 
 
-@pytest.mark.parametrize("detail", ["--audio-start-time", "--start-time", "--regenerate", "--sampler"])
-def test_compiling_takes_no_flag_that_shapes_no_graph(detail):
-    with pytest.raises((SystemExit, argparse.ArgumentError)):
-        parsed(detail, "1", compiles=True)
-
-
 # --- what a file tells ----------------------------------------------------------------------------
 
 
@@ -353,19 +346,12 @@ def test_a_run_depends_on_what_each_of_its_files_holds_and_not_on_where_they_lie
 
 # --- calls that are refused -----------------------------------------------------------------------
 
-UNKNOWN = {
-    "num_frame": "unknown 'num_frame'; did you mean num_frames?",
-    "video_path": "unknown 'video_path'; did you mean video?",
-    "qwertz": "unknown 'qwertz'",
-    "guidance_scale": "guidance_scale is diffusers' word; here: video_cfg_guidance_scale=3.0",
-}
+UNKNOWN = {"video_path": "unknown 'video_path'; did you mean video?", "qwertz": "unknown 'qwertz'"}
 CALLS = {
     "reference_video: got 5, wanted a valid string": dict(reference_video=5),
     "reference_strength needs reference_video FILE": dict(reference_strength=0.5),
     "video needs end_time: type the seconds": dict(video="a.mp4", start_time=0.5),
     "audio: got 5, wanted a valid string": dict(audio=5),
-    "attention_mask: got 5, wanted": dict(attention_mask=5),
-    "reference: got 5, wanted": dict(reference=5),
     "height cannot be combined with video": dict(video="a.mp4", start_time=0.0, end_time=0.1, height=64),
     "--video-path a.mp4: no such file": dict(video="a.mp4", start_time=0.0, end_time=0.1),
     "image: got 'a.png', wanted": dict(image=["a.png"], output_type="mp4", output_path="out.mp4"),

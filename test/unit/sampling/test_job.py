@@ -26,11 +26,6 @@ def test_whole_numbers_of_numpy_paths_and_all_defaults_are_right():
     assert (held.frame_index, held.strength, held.crf) == (8, 0.5, 3)
 
 
-def test_twice_the_frames_are_shown_at_twice_the_rate():
-    rates = {None: 24.0, "spatial": 24.0, "temporal": 48.0, "both": 48.0}
-    assert {kind: make_job("", upscale=kind).output_frame_rate for kind in rates} == rates
-
-
 def test_a_legal_size_is_taken_whatever_else_is_left_to_its_default():
     """No bound that follows from one field, such as a clip's frames, refuses another's default."""
 

@@ -87,20 +87,6 @@ def test_two_stages_draw_video_then_audio_from_one_generator_as_ltx_core_does(dt
 
 
 @pytest.mark.parametrize("scale", SCALES)
-def test_an_image_at_frame_0_is_held_as_ltx_core_holds_it_at_full_strength(scale):
-    images, kept = [image()], VIDEO.clone()
-    theirs = ltx_noised(ltx_state(VIDEO, images), scale)
-    state = video_state(VIDEO, FPS, images)
-    assert furthest(our_noised(state, scale), theirs.latent) < BLEND
-    assert torch.equal(state.denoise_mask, theirs.denoise_mask[0])
-    assert torch.equal(state.positions, middles(theirs.positions))
-    held = slice(None, PER_FRAME)
-    assert torch.equal(state.clean_latent[:, held], theirs.clean_latent[:, held])
-    assert torch.equal(our_noised(state, scale)[:, held], patchify_video(images[0][1]))
-    assert torch.equal(VIDEO, kept)  # conditioning leaves the given latent alone
-
-
-@pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("strength", [1.0, 0.6])
 @pytest.mark.parametrize("frames", [(0,), (0, 8, 16)], ids=["first frame", "keyframes"])
 def test_with_compat_images_of_any_strength_are_held_exactly_as_1_0_0_does(frames, strength, scale):
@@ -149,23 +135,6 @@ def test_later_releases_blend_images_with_what_the_stage_would_start_from():
     assert furthest(got[:, :PER_FRAME], our_noised(compat, scale, compat=True)[:, :PER_FRAME]) > SHOWS
 
 
-def test_later_keyframes_last_one_frame_and_start_from_their_clean_latent():
-    images = [image(8, seed=6)]
-    theirs = ltx_noised(ltx_state(VIDEO, images))
-    bounds = theirs.positions.clone()
-    bounds[:, 0, -PER_FRAME:] = torch.tensor([8.0, 9.0]) / FPS
-    state = video_state(VIDEO, FPS, images)
-    assert torch.equal(state.positions, middles(bounds))
-    assert furthest(our_noised(state), theirs.latent) < BLEND
-    assert torch.equal(our_noised(state)[:, -PER_FRAME:], patchify_video(images[0][1]))
-
-
-def test_an_image_of_strength_0_changes_nothing_but_its_clean_latent():
-    state, free = video_state(VIDEO, FPS, [image(strength=0.0)]), video_state(VIDEO, FPS, [])
-    assert torch.equal(our_noised(state, 0.5), our_noised(free, 0.5))
-    assert torch.equal(state.denoise_mask, free.denoise_mask)
-
-
 @pytest.mark.parametrize("timesteps", [3, 5])
 def test_masks_start_with_1_hold_each_strength_once_and_every_token_chooses_its_own(timesteps):
     images = [image(*held) for held in ((0, 1.0), (8, 0.7), (16, 0.7), (24, 0.0))]
@@ -196,11 +165,17 @@ def test_motion_speed_scales_the_time_of_all_video_tokens_and_nothing_else():
 
 
 def test_every_generated_keyframe_starts_stage_2_as_its_own_plane_of_stage_1():
-    job = make_job("rain", Size(128, 256, 17, two_stage=True), num_generated_keyframes=2)
+    images = [image(8)]
+    size = Size(128, 256, 17, two_stage=True)
+    job = make_job("rain", size, num_generated_keyframes=2, images=[condition for condition, _ in images])
     start = torch.zeros(1, 128, 3, 4, 8), torch.zeros(1, 8, AUDIO_FRAMES, 16)
     planes = randn(1, 128, 2, 4, 8)
     tensors = {"upsampled_keyframes": planes}
-    video, _ = initial_states(job, True, tensors, start, [], Compat(), torch.float32)
+    images = [(condition, randn(1, 128, 1, 4, 8)) for condition, _ in images]
+    video, _ = initial_states(job, True, tensors, start, images, Compat(), torch.float32)
+    assert len(video.denoise_mask) == job.bucket(job.stages[1]).video_tokens
+    assert video.clean_latent[:, -64:].abs().sum() == 0
+    assert video.denoise_mask[-64:].min() == video.keyframes_mask[-64:].min() == 1
     first, second = video.latent[:, -2 * 32 :].split(32, dim=1)
     for number, tokens in enumerate((first, second)):
         assert torch.equal(tokens, patchify_video(planes[:, :, number : number + 1])), number

@@ -6,27 +6,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import (
-    Held,
-    call,
-    generator,
     ltx_model,
     made_config,
     one_thread,  # noqa: F401
-    randn,
-    rel,
     save_weights,
-    step_inputs,
-    step_number,
 )
-from jobs import replace
-from steps import AUDIO_TOKENS, EQUAL, FPS, SHAPE, SHOWS
+from steps import AUDIO_TOKENS, SHAPE
 from tiny.config import TinySizes
 
 from ltx_neuron.backends.torchdist.rank import Rank
 from ltx_neuron.batch import Line
 from ltx_neuron.config.transformer import Bucket
-from ltx_neuron.denoise import CompiledStep, StageRun
-from ltx_neuron.denoise.start import starting_states
 from ltx_neuron.errors import UserError
 from ltx_neuron.host.video import check_output_path, write_wav
 from ltx_neuron.job import Job, Size
@@ -34,13 +24,9 @@ from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import dit_program, may_divide
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.report.table import table
-from ltx_neuron.sampling.compat import COMPAT
-from ltx_neuron.sampling.latent_state import video_state
-from ltx_neuron.sampling.schedules import ltx2_schedule
 from ltx_neuron.service.api_error import ApiError
 from ltx_neuron.service.fields import read_request
 from ltx_neuron.service.sizes import _records
-from ltx_neuron.text.encoders import Contexts
 from ltx_neuron.weights import sharding
 
 STEPS, STEP = 3, 1
@@ -66,32 +52,6 @@ def program_of(model, bucket: Bucket):
     return dit_program(model[0], bucket, 1, SingleRank(), torch.float32, 0)
 
 
-def predicted(model, bucket: Bucket, keep: torch.Tensor, video_seed: int = 1) -> dict[str, torch.Tensor]:
-    """What a pass predicts."""
-    config, weights = model
-    state = video_state(torch.zeros(1, 128, *SHAPE), FPS, [])
-    rows, choice = state.timestep_choice(1, torch.float32)
-    held = Held(state.denoise_mask, state.clean_latent, rows, choice)
-    values = step_inputs(config, weights, ltx2_schedule(STEPS), state.positions, AUDIO_TOKENS, held)
-    values |= step_number(STEP) | {"keep": keep, "enabled_steps": torch.ones(STEPS, 2)}
-    values["video_latent"] = randn(*values["video_latent"].shape, seed=video_seed)
-    return call(program_of(model, bucket), "step", 0, weights, values)
-
-
-@pytest.mark.parametrize("perturbed", [0.0, 1.0])
-def test_one_stream_alone_is_that_of_a_video_whose_streams_do_not_attend_to_each_other(model, perturbed):
-    """Those are ltx-core's: test/integration/test_golden.py, "guided"."""
-    alone, isolated = torch.ones(2, 4), torch.tensor([[1.0, 1.0, 0.0, 0.0]] * 2)
-    for keep in (alone, isolated):  # self-attentions of a block are skipped
-        keep[1, :2] -= perturbed
-    separate, joint = predicted(model, JOINT, isolated), predicted(model, JOINT, alone)
-    for stream, bucket in (("audio", ALONE), ("video", replace(JOINT, audio_tokens=0))):
-        name = f"{stream}_x0"
-        own = predicted(model, bucket, alone)[name]
-        assert torch.equal(own, separate[name]) and rel(own, joint[name]) > SHOWS
-    assert torch.equal(predicted(model, JOINT, isolated, video_seed=9)["audio_x0"], separate["audio_x0"])
-
-
 def test_its_graphs_use_the_weights_of_the_audio_and_no_field_of_the_video(model):
     alone, joint = program_of(model, ALONE), program_of(model, JOINT)
     names = {name for name in joint.weights() if sharding.ALONE[0].fullmatch(name)}
@@ -100,21 +60,6 @@ def test_its_graphs_use_the_weights_of_the_audio_and_no_field_of_the_video(model
     assert inputs <= alone.fields.keys()
     assert not any("video" in field or "cross" in field for field in alone.fields)
     assert ALONE.name == f"a{AUDIO_TOKENS}-t1-s{STEPS}-guided" and not may_divide(ALONE, 4)
-
-
-def test_nothing_is_drawn_for_a_video_and_none_of_it_is_uploaded(model, ranks):
-    alone = job(num_frames=17, audio_stg_blocks=[1])
-    (stage,), (bucket,) = alone.stages, alone.buckets
-    compiled = CompiledStep(bucket, program_of(model, bucket))
-    run = StageRun(ranks, compiled, model[0], torch.float32, lambda *_: torch.zeros(1), COMPAT[None])
-    contexts = [Contexts(*[torch.zeros(1)] * 3, None)] * 2
-    drawing, own = generator(5), generator(5)
-    run.prepare(alone, stage, contexts, starting_states(alone, stage, {}, [], torch.float32), drawing)
-    run.start()
-    noise = torch.randn(1, 18, 128, generator=own)
-    assert rel(ranks.tensors["audio_latent"], noise) < EQUAL  # the first sigma is almost 1
-    assert torch.equal(drawing.get_state(), own.get_state())
-    assert not any("video" in name or "cross" in name for name in ranks.tensors)
 
 
 def test_ranks_load_a_part_of_the_weights_and_later_the_rest_once(tmp_path):
