@@ -268,9 +268,3 @@ def test_a_request_chooses_among_the_commands_sets_of_loras(service, tmp_path):
         entry = service.queue.get("ada", accepted(service, **{"lora_set": name} if name else {}))
         assert job_of(entry.params, tmp_path).loras == loras
     assert len({entry.batch_key for entry in service.queue.page("ada")[0]}) == 2  # one set's jobs are made together
-
-
-def test_v1_points_to_the_page_the_documentation_and_the_endpoints(service):
-    index = answer_of(service, "/v1")
-    assert (index["docs"], index["openapi"]) == ("/docs", "/openapi.json") and "page" in index
-    assert {"GET /v1/models", "POST /v1/videos"} <= {*index["endpoints"]}
