@@ -203,20 +203,6 @@ def test_of_many_processes_never_two_hold_a_lock(tmp_path):
     assert int(number.read_text()) == often * processes and list(tmp_path.iterdir()) == [number]
 
 
-def test_ctrl_c_ends_the_waiting(tmp_path):
-    def wait() -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        with pytest.raises(KeyboardInterrupt), exclusive(tmp_path / "dit", "compiling"):
-            pass
-
-    with exclusive(tmp_path / "dit", "compiling"):
-        child = forked(wait)
-        time.sleep(0.3)
-        assert os.waitpid(child, os.WNOHANG) == (0, 0)  # it waits
-        os.kill(child, signal.SIGINT)
-        assert exit_code(child) == 0
-
-
 def test_a_file_system_without_locks_costs_a_warning(tmp_path, capsys, monkeypatch):
     def cannot(*_):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))

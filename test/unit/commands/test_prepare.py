@@ -160,24 +160,17 @@ def test_a_dry_run_writes_nothing_and_takes_flags_of_generate_and_the_lines_of_a
     write_film(tmp_path / "film.mkv", picture_frames(9, 64, 64, 3))
     lines = tmp_path / "lines.jsonl"
     lines.write_text('{"prompt": "a"}\n{"prompt": "b", "width": 96}\n')
-    for words, missing, size in (
-        (
-            [*job_flags, "--neuron-gemma", "--prompt", "rain", "--seed", "4", "--output-path", "a.mp4"],
-            4,
-            "64x64, 9 frames",
-        ),
-        ([*job_flags, "--prompts-file", str(lines)], 3, "64x96, 9 frames"),
+    without_size = job_flags[: job_flags.index("--height")]
+    for words, missing, width in (
+        ([*job_flags, "--neuron-gemma", "--prompt", "rain", "--seed", "4", "--output-path", "a.mp4"], 4, 64),
+        ([*job_flags, "--prompts-file", str(lines)], 3, 96),
         # Without saying which seconds are made anew.
-        ([*job_flags[: job_flags.index("--height")], "--video-path", str(tmp_path / "film.mkv")], 2, "64x64, 9 frames"),
+        ([*without_size, "--video-path", str(tmp_path / "film.mkv")], 2, 64),
     ):
         assert code_of("prepare", *words, "--dry-run") == 0
         printed = capsys.readouterr().out
-        assert printed.count("missing") == missing and f"DiT graphs, {size}" in printed
+        assert printed.count("missing") == missing and f"DiT graphs, 64x{width}, 9 frames" in printed
     assert not (tmp_path / "artifacts").exists()
-    assert code_of("prepare", "--help") == 0
-    listed = capsys.readouterr().out
-    assert "--two-stage" in listed and "--neuron-vae" in listed
-    assert not any(flag in listed for flag in ("--prompt ", "--seed", "--output-path", "--resume"))
 
 
 def test_what_cannot_be_generated_is_not_prepared(job_flags, tmp_path, capsys):
@@ -209,14 +202,3 @@ def test_one_that_is_stopped_says_how_to_go_on(job_flags, monkeypatch, capsys):
     assert code_of("prepare", *job_flags) == 130
     printed = capsys.readouterr().err
     assert f"to continue, type: {invocation.command('prepare', *job_flags)}" in printed
-
-
-def test_generate_and_batch_name_prepare_with_their_own_flags(job_flags, tmp_path, capsys):
-    lines = tmp_path / "lines.jsonl"
-    lines.write_text('{"prompt": "a"}\n')
-    for words, own in (
-        (["generate", *job_flags, "--seed", "4", "--prompt", "rain", "--output-path", str(tmp_path / "a.mp4")], []),
-        (["batch", *job_flags, str(lines), "--output-dir", str(tmp_path)], ["--prompts-file", str(lines)]),
-    ):
-        assert code_of(*words) == 2
-        assert f"Make them: {invocation.command('prepare', *own, *job_flags)}\n" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.report.price import Price
 from ltx_neuron.sampling.spec import GUIDANCE_KEYS, GuidanceFields, JobFields, names_of
 
-LINES, COLUMNS = 50, 100  # two screens
+COLUMNS = 100
 MODELS = "transformer", "gemma3", "vae"
 SINGLE = set(VERBS) - {"shard", "compile"}
 COMMANDS = [*sorted(SINGLE), *(f"{verb} {m}" for verb in ("shard", "compile") for m in MODELS)]
@@ -71,12 +71,8 @@ def test_the_price_is_for_the_runs_that_the_machine_has_room_for(command):
             price("trn2.3xlarge", f"--price-per-hour={wrong}")
 
 
-def test_the_help_of_generate_fits_on_two_screens_and_all_of_it_has_every_name_of_every_flag(monkeypatch):
+def test_all_of_the_help_of_generate_has_every_name_of_every_flag(monkeypatch):
     monkeypatch.setenv("COLUMNS", str(COLUMNS))
-    lines = parser_of("generate").format_help().splitlines()
-    assert len(lines) <= LINES and 20 <= len([line for line in lines if line.startswith("  --")]) <= 27
-    usage = " ".join(" ".join(lines[:2]).split("generate ")[1].split())
-    assert usage == "--checkpoint-path FILE --gemma-root DIR --prompt TEXT --output-path FILE [flags]"
     text = parser_of("generate").format_help(everything=True)
     names = {name for action in shown(parser_of("generate")) for name in action.option_strings}
     names |= {f"--{n.replace('_', '-')}" for f in JobFields.model_fields for n in names_of(f)}

@@ -8,10 +8,8 @@ import sys
 import pytest
 
 from ltx_neuron import command_line, errors, flags
-from ltx_neuron.artifacts.workspace import compiled_size
 from ltx_neuron.commands import _PARSERS, VERBS, dispatch
 from ltx_neuron.demo import ASSETS
-from ltx_neuron.files import MANIFEST, write_json
 from ltx_neuron.flags import verbs
 from ltx_neuron.serve.flags import build_parser as serve
 from ltx_neuron.tune.flags import build_parser as tune
@@ -157,26 +155,3 @@ def test_a_word_of_a_flag_that_is_typed_twice_is_printed_once():
     typed = ["--num-frames", "49", "--lora", "a", "1", "--num-frames", "97", "--lora", "b", "--prompt", "x"]
     words = words_of(verbs.generate(), typed, lambda dest: dest != "prompt")
     assert words == ["--num-frames", "97", "--lora", "a", "1", "--lora", "b"]
-
-
-def test_a_size_that_is_not_compiled_is_named_in_words_beside_the_compiled_ones(tmp_path):
-    common = f"{JOB} --profile cpu --tp-degree 1 --artifacts-dir {tmp_path} --two-stage"
-
-    def opened(frames: int):
-        args = verbs.generate().parse_args([*common.split(), "--num-frames", str(frames)])
-        args.recipe, args.height, args.width = "distilled", "128", "192"
-        workspace = flags.workspace(args, writes=False)
-        return workspace, workspace.resolved(flags.job(args))
-
-    workspace, job = opened(49)
-    for need in workspace.dit_graphs(job.buckets, job):
-        manifest = {"identity": need.identity, "sizes": [compiled_size(job)]}
-        write_json(workspace.folder(need) / MANIFEST, manifest)
-    workspace, job = opened(97)
-    with pytest.raises(errors.UserError) as error:
-        workspace.dit_program_for(job, job.stages[0])
-    assert str(error.value).startswith(
-        f"this job's size is not compiled in {tmp_path}\n"
-        "  needed: 192x128 (width x height), 97 frames, two stages\n"
-        "  compiled: 192x128 (width x height), 49 frames, two stages\nMake them: "
-    )

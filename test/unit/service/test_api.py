@@ -150,6 +150,7 @@ def test_a_body_beyond_the_limit_is_refused_with_and_without_its_length(service)
     for more in ({}, {"content_length": b"%d" % len(body)}):
         got = service.ask(Sent("POST", VIDEOS, b"", service.headers(**more), body))
         assert (got.status, got.error["code"]) == (413, "body_too_large")
+        assert got.headers[b"connection"] == b"close"  # the rest is not read
     got = post_form(service, prompt="x" * 1_000_000)
     assert (got.status, got.error["code"]) == (400, "prompt_too_long") and len(got.body) < 500
 

@@ -1,10 +1,7 @@
 """What becomes of a request: a job with its files, or a refusal in words that leaves nothing."""
 
-import http.client
 import json
-import socket
 from base64 import b64encode
-from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 
@@ -24,7 +21,6 @@ from unit.service.client import (
     FILM,
     FORM,
     LONG,
-    MOST_BODY,
     PAIR,
     SIZE,
     SMALL,
@@ -36,7 +32,6 @@ from unit.service.client import (
     answer_of,
     form,
     job_sent,
-    listening,
     post_form,
     post_json,
     refusal_of,
@@ -286,20 +281,3 @@ def test_a_file_beyond_the_limits_of_what_it_shows_is_refused(tmp_path, files):
         with pytest.raises(sandbox.BadFile, match=words):
             media.check(tmp_path / name, kind, limits)
         media.check(tmp_path / name, kind, Limits())
-
-
-@pytest.mark.parametrize("head", [b"Content-Length: 1073741824", b"Transfer-Encoding: chunked"])
-def test_a_gigabyte_is_refused_before_it_is_read_and_in_chunks_at_the_limit(service, head):
-    """On a real server, which closes the connection."""
-    with listening(service) as address, socket.create_connection(address, timeout=20) as connection:
-        lines = [b"POST /v1/videos HTTP/1.1", b"Host: 127.0.0.1:8000", head, b"Content-Type: " + FORM]
-        connection.sendall(b"\r\n".join([*lines, b"Authorization: Bearer " + service.token, b"", b""]))
-        sent, piece = 0, b'--b\r\nContent-Disposition: form-data; name="audio_reference"; filename="a"\r\n\r\n'
-        with suppress(OSError):  # it has answered, and reads no more
-            while b"chunked" in head and sent < 64 * MOST_BODY:
-                connection.sendall(b"%x\r\n%s\r\n" % (len(piece), piece))
-                sent, piece = sent + len(piece), bytes(2**16)
-        answer = http.client.HTTPResponse(connection)
-        answer.begin()
-        assert (answer.status, json.loads(answer.read())["error"]["code"]) == (413, "body_too_large")
-        assert sent < 64 * MOST_BODY

@@ -6,7 +6,6 @@ import json
 import os
 import resource
 import shlex
-import shutil
 import socket
 import sqlite3
 import subprocess
@@ -209,20 +208,6 @@ def test_the_reserve_leaves_a_nearly_full_disk_alone(tmp_path):
             assert 0 < held < RESERVE and free.f_bavail * free.f_frsize > RESERVE - 2**21
 
     on_small_disk(tmp_path, check)
-
-
-def test_a_queue_that_cannot_be_opened_on_a_full_disk_reports_a_full_disk(tmp_path):
-    killed_service(tmp_path / "before", keep_log=False)
-    (tmp_path / "disk").mkdir()
-
-    def check() -> None:
-        shutil.copy(tmp_path / "before/queue.sqlite", tmp_path / "disk")
-        fill(tmp_path / "disk")
-        with pytest.raises(StorageError) as caught:
-            Queue(tmp_path / "disk/queue.sqlite", tmp_path / "before/jobs")
-        assert caught.value.errno == errno.ENOSPC
-
-    on_small_disk(tmp_path / "disk", check)
 
 
 def killed_service(folder: Path, keep_log: bool) -> str:
