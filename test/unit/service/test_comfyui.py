@@ -164,20 +164,17 @@ def test_the_nodes_inputs_are_the_fields_of_its_request(node, monkeypatch):
         return read_request({name: str(value) for name, value in sent.items()})
 
     def size_of(**inputs) -> tuple:
-        request = requested(**inputs)
-        size = request.requested_size
-        return request.size, size.num_frames, size.frame_rate, size.two_stage, size.recipe
+        size = requested(**inputs).requested_size
+        return size.width, size.height, size.num_frames, size.frame_rate, size.two_stage, size.recipe
 
     monkeypatch.setattr(module.Service, "create", create)
-    assert size_of() == size_of(width=64) == (None,) * 5
+    assert size_of() == size_of(width=64) == (None,) * 6
     chosen = "512x768, 97 frames, 29.97 fps, two stages, dev"
-    assert size_of(size=chosen, width=64) == ((512, 768), 97, 29.97, True, "dev")
+    assert size_of(size=chosen, width=64) == (512, 768, 97, 29.97, True, "dev")
     typed = dict(size=module.TYPED, width=64, height=96, frames=9, frame_rate=30.0)
-    assert size_of(**typed) == ((64, 96), 9, 30.0, False, None) and size_of(**typed, two_stage=True)[3]
-    plain = requested()
-    assert (plain.images, plain.negative_prompt, plain.nag_scale, plain.lora_set) == ((), *(None,) * 3)
-    picture = torch.rand(1, 64, 96, 3)
-    request = requested(last_image=picture, negative_prompt="blurry", lora_set="style")
+    assert size_of(**typed) == (64, 96, 9, 30.0, False, None) and size_of(**typed, two_stage=True)[4]
+    assert requested().model_fields_set <= {"prompt", "seed"}
+    request = requested(last_image=torch.rand(1, 64, 96, 3), negative_prompt="blurry", lora_set="style")
     assert (request.negative_prompt, request.nag_scale, request.lora_set) == ("blurry", 11, "style")
     (last,) = request.images
     assert last.frame == -1 and Image.open(io.BytesIO(last.data)).size == (96, 64)
