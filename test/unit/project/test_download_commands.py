@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hub_server import Hub, use
+from hub_server import GEMMA, LTX, released
 from printed import runs
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -20,8 +20,7 @@ from ltx_neuron import errors
 from ltx_neuron.commands import dispatch
 from ltx_neuron.hub import RELEASE_FILES, NotDownloaded, local_path, no_downloads
 
-LTX, LATER = "Lightricks/LTX-2.3", "Lightricks/LTX-2.5"
-GEMMA = "google/gemma-3-12b-it-qat-q4_0-unquantized"
+LATER = "Lightricks/LTX-2.5"
 PUBLISHED = RELEASE_FILES[LTX]
 CHECKPOINT, ROOT, SPATIAL = "--checkpoint-path", "--gemma-root", "--spatial-upsampler-path"
 VIDEO, AUDIO, HEAD = "--video-vae-path", "--audio-vae-path", "--duration-head-path"
@@ -31,21 +30,9 @@ SIZE = ["--height", "64", "--width", "64", "--num-frames", "9", "--tp-degree", "
 @pytest.fixture
 def home(tiny, split, tmp_path, monkeypatch) -> Path:
     """An empty folder to work in, and a hub with the released repositories of tiny files."""
-    files = {
-        PUBLISHED["distilled"]: tiny.checkpoint,
-        PUBLISHED["dev"]: tiny.checkpoint,
-        PUBLISHED["spatial"]: tiny.spatial_upsampler,
-        PUBLISHED["temporal"]: tiny.temporal_upsampler,
-        PUBLISHED["lora"]: tiny.lora,
-    }
-    later = {str(path.relative_to(split.folder)): path for path in split if path != split.image}
-    hub = Hub({LTX: files, LATER: later, GEMMA: {path.name: path for path in tiny.gemma_root.iterdir()}})
-    use(hub, monkeypatch, tmp_path)
-    (tmp_path / "home").mkdir()
-    monkeypatch.chdir(tmp_path / "home")
-    yield tmp_path / "home"
-    hub.shutdown()
-    hub.server_close()
+    with released(tiny, monkeypatch, tmp_path) as hub:
+        hub.repos[LATER] = {str(path.relative_to(split.folder)): path for path in split if path != split.image}
+        yield tmp_path / "home"
 
 
 class Files:
