@@ -287,18 +287,6 @@ def test_of_ltx_2_5_what_a_printed_command_downloads_is_taken(
     check(capsys, monkeypatch, home, values | {flag: make(Files(tiny, split))}, flag, message)
 
 
-@pytest.mark.parametrize("kind", [VIDEO, AUDIO, ROOT])
-def test_a_transformer_of_2_5_alone_names_the_download_of_its_parts(kind, home, tiny, split, capsys, monkeypatch):
-    values = {CHECKPOINT: Files(tiny, split).copy("mine.safetensors", split.distilled)}
-    values |= {ROOT: split.text_encoder, VIDEO: split.video_vae, AUDIO: split.audio_vae}
-    del values[kind]
-    code, error = prepared(capsys, values, "--recipe", "distilled")
-    assert code == 2 and f"Type {kind} FILE" in error, error
-    (command,) = re.findall(r"hf download .+", error)
-    values[kind] = downloaded(monkeypatch, command)
-    assert prepared(capsys, values, "--recipe", "distilled") == (0, "")
-
-
 @runs(
     "artifacts/workspace.py:_merged: hf download",
     "engine/preflight.py:check_distilled_loras: hf download",

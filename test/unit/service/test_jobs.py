@@ -78,7 +78,6 @@ JOBS = {
         {"two_stage": True},
     ),
     "a mask": (POSE | {"conditioning_attention_mask": "film.mp4"}, {"attention_mask.strength": 1.0}, {}),
-    "slow motion": (POSE | {"motion_speed": "0.5"}, {"motion_speed": 0.5, "size": PAIR}, {}),
     "tiles of a size": (TILED, TILES | {"tile": True, "stage_2_ic_lora": True, "size": PAIR}, {}),
     "a voice of 2 s": (
         SHORT_VOICE,
@@ -101,7 +100,6 @@ JOBS = {
         {"windows.1.chunk.start": 96, "windows.1.prompts.1": "night falls", "size": LONG},
         {"seconds": "9", "prompt": "waves"},
     ),
-    "a tail of seconds": (TAIL | {"seconds": "5"}, {"size": WITH_TAIL}, {"num_frames": 121}),
     "a tail of frames": (TAIL | {"num_frames": "113"}, {"size": SMALL}, {"num_frames": 113}),
 }
 

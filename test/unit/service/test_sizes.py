@@ -110,17 +110,6 @@ def test_a_request_gets_the_values_that_it_has_and_the_default_or_what_is_compil
     assert registry(longer, one).served_default.size == one and registry().served_default is None
 
 
-def test_a_negative_prompt_of_the_distilled_recipe_gets_a_size_with_graphs_for_it():
-    both = registry(SMALL, TALL)
-    both.workspace.recorded |= Compiled(TALL, LARGE, nag_scale=3.0).recorded
-    assert {size.size for size in both.inputs["nag_scale"]} >= {SMALL, TALL, LARGE}
-    assert LARGE not in offered(both)
-    for scale in (2.0, 11.0):
-        assert both.choose(RequestedSize(two_stage=True), make_job(nag_scale=scale)).size == LARGE
-    message = refusal(registry(SMALL), RequestedSize(), make_job(nag_scale=11.0)).message
-    assert "the default size with nag_scale is not compiled. Compiled: nothing" in message
-
-
 def test_any_other_size_is_refused_with_what_is_compiled():
     others = {"width": 800, "num_frames": 120, "seconds": 8.0, "frame_rate": 30.0, "two_stage": True, "recipe": "dev"}
     for name, value in others.items():
