@@ -42,7 +42,6 @@ class Hub(ThreadingHTTPServer):
 
     @property
     def downloads(self) -> list[str]:
-        """The names of the files whose bytes were requested."""
         gets = [request.path for request in self.requests if request.method == "GET"]
         return [path.split("/")[-1] for path in gets if "/resolve/" in path]
 

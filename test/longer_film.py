@@ -39,8 +39,6 @@ def longer(film, seconds: float) -> Job:
 
 @pytest.fixture(scope="module")
 def prepared(tiny, film, artifacts):
-    """prepared(tp): a workspace with weights and the windows' graphs."""
-
     @cache
     def prepared(tp: int = 1) -> Workspace:
         workspace = opened_workspace(tiny, artifacts, 1, tp=tp)
@@ -58,7 +56,6 @@ def engine(prepared, tiny):
 
 
 def made(engine: Engine, job: Job, **options):
-    """The result of a job, whose contexts are drawn."""
     engine.on_stage_end = options.pop("on_stage_end", None)
     give_contexts(engine, job, lambda prompt: drawn(engine.workspace, seed=len(prompt)))
     (result,) = engine.run([job], keep=True, **options)

@@ -7,7 +7,8 @@ from unittest import mock
 
 from conftest import ROOT
 
-from ltx_neuron import flags
+from ltx_neuron import errors, flags
+from ltx_neuron.commands import dispatch
 from ltx_neuron.job import Job
 
 
@@ -24,12 +25,19 @@ def parsed(*words, compiles: bool = False) -> argparse.Namespace:
 
 
 def said(*words) -> Job:
-    """The job that is asked for."""
     return flags.job(parsed("--prompt", "rain", *words))
 
 
+def ended(*words: object) -> int:
+    """The exit code of ltx-neuron in this process."""
+    try:
+        errors.run(lambda: dispatch([*map(str, words)]))
+    except SystemExit as end:
+        return end.code or 0
+    return 0
+
+
 def run(script: str, words: list[str]) -> int:
-    """A script in this process; its exit code."""
     with mock.patch.object(sys, "argv", [script, *words]), mock.patch.object(sys, "path", list(sys.path)):
         try:
             runpy.run_path(str(ROOT / script), run_name="__main__")

@@ -71,7 +71,6 @@ def prompts(tiny, tmp_path_factory) -> Path:
 
 
 def words_of(setup, **more) -> list[str]:
-    """The flags of generate_ltx23.py on tiny assets."""
     upsampler = setup.assets.spatial_upsampler
     words = setup.words(neuron_gemma=True, spatial_upsampler_path=upsampler, **more)
     folder = more.get("artifacts_dir")
@@ -118,7 +117,6 @@ def parsed(setup, **more):
 
 
 def make_batch(args) -> None:
-    """As the script does it."""
     from ltx_neuron.fleet.batch import generate_batch
 
     workspace = flags.workspace(args, writes=False)
@@ -207,7 +205,6 @@ class Scene:
         return (self.queue.folder_of(id) / STATE).is_file()
 
     def process(self, id: str) -> psutil.Process:
-        """That which makes a job."""
         return psutil.Process(self.queue.workers()[self.get(id).worker]["pid"])
 
     def video(self, id: str) -> bytes:
@@ -215,7 +212,6 @@ class Scene:
 
 
 def until(happened):
-    """Wait, in a scene."""
     while not happened():
         yield
 

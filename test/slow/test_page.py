@@ -91,7 +91,6 @@ def opened(browser, service):  # noqa: F811
 
 @contextmanager
 def idle(worker):
-    """A tiny clip would be done before a hand is at a button."""
     worker.suspend()
     try:
         yield
@@ -119,7 +118,6 @@ def forget(service, page) -> None:  # noqa: F811
 
 
 def model_of(service) -> dict:  # noqa: F811
-    """What /v1/models answers."""
     client = service.client("bob")
     return client._client.get(service.url + "/models", headers=client.auth_headers).json()
 

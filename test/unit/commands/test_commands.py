@@ -10,9 +10,9 @@ import pytest
 from conftest import ROOT
 from engines import opened_workspace
 from printed import runs
-from typed import run
+from typed import ended, run
 
-from ltx_neuron import demo, errors, invocation
+from ltx_neuron import demo, invocation
 from ltx_neuron.commands import dispatch
 from ltx_neuron.commands.generate import arguments
 from ltx_neuron.errors import UserError
@@ -26,13 +26,6 @@ SCRIPTS = {
     "compile vae": "compile/compile_vae.py",
     "generate": "src/generate_ltx23.py",
 }
-
-
-def ended(*words: str) -> int:
-    """The exit code of ltx-neuron."""
-    with pytest.raises(SystemExit) as end:
-        errors.run(lambda: dispatch([*words]))
-    return end.value.code or 0
 
 
 def test_python_runs_the_package_as_the_program_and_nothing_typed_shows_the_verbs(capsys):

@@ -63,7 +63,6 @@ ROWS = [re.split(r" +-> ", line, maxsplit=1) for line in MISTAKES.strip().splitl
 
 
 def answer(typed: str, capsys) -> str:
-    """What the command prints, which ends as a user's mistake."""
     with pytest.raises(SystemExit) as end:
         errors.run(lambda: dispatch(shlex.split(typed)))
     printed = capsys.readouterr()

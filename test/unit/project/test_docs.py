@@ -58,7 +58,6 @@ def commands(page: str) -> list[list[str]]:
 
 
 def with_values(line: str, values: dict[str, str]) -> str:
-    """A line with the values of its variables, which may have variables too."""
     while known := [name for name in re.findall(r"\$([A-Z_]+)", line) if name in values]:
         line = line.replace(f"${known[0]}", values[known[0]])
     return line
@@ -111,7 +110,6 @@ def script_in(words: list[str]) -> tuple[str, ...] | None:
 
 
 def problems_of(words: list[str]) -> list[str]:
-    """What a command names that does not exist."""
     shown = shlex.join(words)
     files = [word for word in words[1:] if re.fullmatch(r"[a-z_0-9/-]+\.(py|txt)", word)]
     problems = [f"{shown}: no file {name}" for name in files if not (ROOT / name).is_file()]
@@ -154,7 +152,6 @@ def test_every_command_names_a_script_that_exists_and_flags_that_it_knows(page):
 
 
 def test_a_command_that_does_not_exist_is_found():
-    """Commands of all pages, and mistakes in them."""
     shown = [shlex.join(words) for page in PAGES for words in commands(page)]
     assert "make demo" in shown and sum(command.startswith("ltx-neuron generate") for command in shown) > 10
     assert not [command for command in shown if re.search(r"\$(CKPT|MODEL|GEMMA)", command)]

@@ -15,9 +15,8 @@ from hub_server import GEMMA, LTX, released
 from printed import runs
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from typed import ended
 
-from ltx_neuron import errors
-from ltx_neuron.commands import dispatch
 from ltx_neuron.hub import RELEASE_FILES, NotDownloaded, local_path, no_downloads
 
 LATER = "Lightricks/LTX-2.5"
@@ -29,7 +28,6 @@ SIZE = ["--height", "64", "--width", "64", "--num-frames", "9", "--tp-degree", "
 
 @pytest.fixture
 def home(tiny, split, tmp_path, monkeypatch) -> Path:
-    """An empty folder to work in, and a hub with the released repositories of tiny files."""
     with released(tiny, monkeypatch, tmp_path) as hub:
         hub.repos[LATER] = {str(path.relative_to(split.folder)): path for path in split if path != split.image}
         yield tmp_path / "home"
@@ -77,7 +75,6 @@ class Files:
         return name
 
     def part(self, name: str, *without: str) -> str:
-        """The checkpoint without some of its tensors."""
         tensors = load_file(self.tiny.checkpoint)
         kept = {key: tensor for key, tensor in tensors.items() if not key.startswith(without)}
         return self.tensors(name, kept, self.metadata)
@@ -124,7 +121,6 @@ class Files:
         return folder
 
     def within(self, name: str) -> str:
-        """The folder of a file."""
         return str(Path(name).parent)
 
 
@@ -196,19 +192,10 @@ def names_of(cases: list[Case]) -> list[str]:
     return [f"{number} {flag} {words}" for number, (flag, _, words) in enumerate(cases)]
 
 
-def ended(capsys, words: list[str]) -> tuple[int, str]:
-    capsys.readouterr()
-    try:
-        errors.run(lambda: dispatch(words))
-    except SystemExit as end:
-        return end.code or 0, capsys.readouterr().err
-    return 0, ""
-
-
 def prepared(capsys, values: dict, *words: str) -> tuple[int, str]:
-    """The exit code and the error of a dry run of prepare."""
     typed = [str(word) for pair in values.items() for word in pair]
-    return ended(capsys, ["prepare", "--dry-run", *SIZE, *typed, *words])
+    capsys.readouterr()
+    return ended("prepare", "--dry-run", *SIZE, *typed, *words), capsys.readouterr().err
 
 
 def downloaded(monkeypatch, command: str) -> str:

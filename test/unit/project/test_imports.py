@@ -20,7 +20,6 @@ MOST_TOP_MODULES, MOST_FUNCTION_LINES = 9, 64
 
 
 def test_the_package_has_few_modules_at_its_top_and_no_function_is_long():
-    """Counted from the first statement after the docstring to the last line."""
     modules = sorted(path.name for path in PACKAGE.glob("[!_]*.py"))
     assert len(modules) <= MOST_TOP_MODULES, modules
     long = []

@@ -149,7 +149,6 @@ REMEDIES = dict(line.split(" <- ") for line in TYPED.splitlines())
 
 @pytest.fixture(scope="module")
 def paths(tiny, split, tmp_path_factory) -> dict[str, Path]:
-    """The files of the commands."""
     folder = tmp_path_factory.mktemp("printed")
     made_film(folder / "film.mp4", 25, 64, 64)
     stored = (tone(48000, 0.5) * 2**15).short().T.reshape(1, -1).contiguous().numpy()
@@ -163,7 +162,6 @@ def paths(tiny, split, tmp_path_factory) -> dict[str, Path]:
 
 
 def command_of(line: str, paths: dict[str, Path]) -> tuple[list[str], list[str]]:
-    """A verb's words, and what REMEDIES has behind =>."""
     typed, _, remedy = line.partition(" => ")
     verb, *words = shlex.split(typed)
     left_out = {word[1:] for word in words if word[0] == "~"}
@@ -177,7 +175,6 @@ def command_of(line: str, paths: dict[str, Path]) -> tuple[list[str], list[str]]
 
 
 def printed_by(words: list[str], capsys) -> str:
-    """What a command prints until it is refused, or would begin its work."""
     refused = ""
     try:
         dispatch(words)
@@ -277,7 +274,6 @@ def test_the_examples_of_every_help_are_taken_by_its_parser(verb, capsys):
 
 
 def ran(line: str, *more: object) -> None:
-    """Run a command of ltx-neuron that was printed, in this process."""
     words = shlex.split(line)
     verb = next(at for at, word in enumerate(words) if word in VERBS)
     dispatch([*words[verb:], *map(str, more)])

@@ -58,7 +58,6 @@ KEYS = b"a", b"b", b"\xff", b"a" * 300, b""
 
 
 def flipped(rng: random.Random, content: bytes) -> bytes:
-    """Some bytes changed, left out or put in."""
     changed = bytearray(content)
     for _ in range(rng.randint(0, 4)):
         at = rng.randrange(len(changed) + 1)
@@ -121,8 +120,6 @@ def test_requests_mutated_at_random_are_refused_with_a_documented_error_and_soon
 
 
 def test_an_unexpected_error_is_answered_and_the_connection_serves_the_next_request(service, monkeypatch):
-    """On a real server, with one connection kept."""
-
     def fail(*_):
         raise KeyError("planted")
 

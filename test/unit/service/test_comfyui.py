@@ -30,7 +30,6 @@ from unit.service.client import Service, claimed, listening
 
 @pytest.fixture
 def node(service, tmp_path, monkeypatch):
-    """(module, ComfyUI), with a token for the service."""
     monkeypatch.setenv("LTX_NEURON_TOKEN", service.token.decode())
     with loaded(tmp_path / "temp") as (module, comfy):
         monkeypatch.setattr(module, "POLL_SECONDS", 0.05)

@@ -44,7 +44,6 @@ def upload() -> UploadFile:
 
 
 def spellings():
-    """Bodies that ask for the same."""
     yield {"width": 768, "height": 512}, {"size": "auto", "width": 768, "height": "512"}
     numbers = {"num_frames": 121, "frame_rate": 24.0, "two_stage": True}
     yield numbers, {"num_frames": "121", "fps": "24", "two_stage": "true", "size": "", "seconds": None}

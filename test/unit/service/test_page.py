@@ -66,7 +66,6 @@ def test_without_a_token_the_page_shows_nothing_of_the_service_but_its_schema(se
 
 
 def signed_in(service, **headers) -> bytes:
-    """The cookie that a browser keeps of a sign-in."""
     got = send(service, "POST", "/session", **{"origin": OWN} | headers)
     assert (got.status, json.loads(got.body)) == (200, {"owner": "ada"})
     return got.headers[b"set-cookie"]

@@ -43,7 +43,6 @@ def queue(tmp_path):
 
 
 def submit(queue: Queue, owner: str = "ada", batch_key: str = "small", room: Room = UNLIMITED, **fields) -> Entry:
-    """Submit a job whose folder holds a file, as the API does."""
     id = queue.new_id()
     queue.folder_of(id).mkdir()
     (queue.folder_of(id) / "input.png").write_bytes(b"picture")
@@ -56,7 +55,6 @@ def claim(queue: Queue, worker: str = "w1", batch_key: str = "small", count: int
 
 
 def begin(queue: Queue, **fields) -> Entry:
-    """A new job of which a worker has reported a step."""
     submit(queue, **fields)
     (entry,) = claim(queue)
     assert queue.report(entry, 1)

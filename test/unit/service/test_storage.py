@@ -148,7 +148,6 @@ def on_small_disk(folder: Path, function) -> None:
 
 
 def fill(folder: Path) -> None:
-    """Write a file until the disk is full."""
     with open(folder / "others", "ab", 0) as file, suppress(OSError):
         while True:
             file.write(bytes(2**12))
