@@ -5,6 +5,7 @@ import json
 import sqlite3
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from io import BytesIO
 from pathlib import Path
@@ -151,18 +152,13 @@ def test_a_worker_stores_calibration_first_and_adds_up_the_seconds_of_its_work(t
         # Else another process could choose otherwise, and the next worker go on to other bits.
         assert "float32_products" in choices_file(artifacts).read_text()
 
-        def decode_sound(begun: threading.Event) -> None:
+        def decode_sound() -> None:
             with engine.recorder.phase("decode_audio"):
-                begun.set()
                 time.sleep(0.1)
 
         for seconds in (2.0, 3.0):
-            with engine.recorder.phase("decode_video"):
-                begun = threading.Event()
-                other = threading.Thread(target=decode_sound, args=(begun,))
-                other.start()
-                begun.wait()
-                other.join()
+            with engine.recorder.phase("decode_video"), ThreadPoolExecutor(1) as other:
+                other.submit(decode_sound)
             engine.recorder.finished(seconds)
             working._keep_records()
         state = working._state

@@ -34,8 +34,6 @@ PLAYED = """async () => {
     return [...seen, video.videoWidth];
 }"""
 WIDTHS = "[document.documentElement.scrollWidth, innerWidth]"
-FOCUS = "document.activeElement.id"
-HIDE = "Object.defineProperty(document, 'hidden', {value: true}); 0"
 # As on a page that was opened before the size was removed.
 OF_ANOTHER_SIZE = "document.querySelector('#size').selectedOptions[0].value = '1920x1088'"
 DROP = """(file) => {
@@ -331,16 +329,6 @@ def test_the_time_left_is_that_of_the_steps_and_of_the_last_video_like_it(opened
     wait_for_step(page, "about 79 s left")
 
 
-def test_a_page_that_nobody_sees_asks_seldom(opened):
-    page, requested = opened("bob"), []
-    page.on("request", lambda request: requested.append(request.url))
-    page.evaluate(HIDE)
-    page.wait_for_timeout(6000)  # the next poll of a page that is seen, and then some
-    requested.clear()
-    page.wait_for_timeout(6000)
-    assert requested == []
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_fits_a_phone_also_with_a_long_refusal(opened, service, scheme):  # noqa: F811
     page = opened("bob", **PHONE, color_scheme=scheme)
@@ -354,26 +342,3 @@ def test_it_fits_a_phone_also_with_a_long_refusal(opened, service, scheme):  # n
     message = page.text_content("#error")
     assert "64x64, 9 frames" in message and "profile_mismatch" not in message and "GET" not in message
     assert service.client("bob").videos.list().data == []
-
-
-def test_everything_is_reached_and_named_without_a_mouse(opened):
-    page = opened("bob")
-    assert page.evaluate(FOCUS) == "prompt"  # after signing in
-    page.locator("#ideas button").first.press("Enter")
-    assert len(page.input_value("#prompt")) > 40 and page.evaluate(FOCUS) == "prompt"
-    assert not page.is_visible("#ideas")  # it would replace what was typed
-    page.select_option("#size", "128x128")  # other tests may compile more
-    page.focus("#prompt")
-    order, met = ["input_reference", "size", "duration", "two_stage", "seed"], []
-    for _ in range(len(order) + 1):  # and the field of a sound
-        page.keyboard.press("Tab")
-        met.append(page.evaluate(FOCUS))
-    assert [name for name in met if name in order] == order
-    page.focus("#prompt")
-    page.keyboard.press("Control+Enter")
-    page.wait_for_selector("#screen video")
-    for name in ("Prompt", "First frame", "Size", "Length", "Stages", "Seed", "Progress"):
-        assert page.get_by_label(name, exact=True).count() == 1, name
-    page.focus("#remove")
-    page.keyboard.press("Enter")
-    page.wait_for_selector("#none:visible")

@@ -17,7 +17,6 @@ from ltx_neuron.flags import verbs
 from ltx_neuron.hub import RELEASE_FILES, absolute, download_again, hub_name, local_path, no_downloads
 from ltx_neuron.job import Size
 from ltx_neuron.pipeline import LTXPipeline
-from ltx_neuron.weights.model_files import ModelFiles
 
 LORA, LATER = "someone/lora", "Lightricks/LTX-2.5"
 FILES = RELEASE_FILES[LTX]
@@ -203,16 +202,6 @@ def test_a_pipeline_opens_by_names_and_finds_all_parts_of_ltx_2_5_by_its_reposit
     assert "video decoder: convolutional, from " in capsys.readouterr().out
     kinds = "distilled", "gemma", "video_vae", "audio_vae", "spatial"
     assert set(hub.downloads) == {Path(files[kind]).name for kind in kinds}
-
-
-def test_a_diffusion_vae_in_the_cache_decodes_only_where_it_is_typed(hub, split):
-    files, typed = RELEASE_FILES[LATER], "vae/ltx-2.5-video-vae-bf16.safetensors"
-    names = [files["distilled"], files["video_vae"], typed]
-    hub.repos[LATER] = {file: split.folder / file for file in names}
-    checkpoint = local_path(LATER, "distilled")
-    vae = local_path(f"{LATER}/{typed}", "video_vae")
-    assert ModelFiles(checkpoint, video_vae_path=vae).decoder == "diffusion"
-    assert ModelFiles(checkpoint).decoder == "convolutional"
 
 
 def test_a_name_may_have_a_file_and_a_revision(hub, capsys):

@@ -103,27 +103,6 @@ def test_help_leaves_advanced_flags_out_and_says_so(capsys):
         assert ("1 of 4 flags. All of them: --help-all" in text) != seldom
 
 
-EARLIER = {  # a flag of 0.1.0 -> what its error names
-    "--again": "--force",
-    "--artifacts-from": "--artifacts-url URL",
-    "--blocks-per-graph": "--profile-set blocks_per_graph=2",
-    "--host-dtype": "--profile-set host_dtype=float32",
-    "--ignore-tuned": "--profile-set tuned=no",
-    "--no-tuned": "--profile-set tuned=no",
-    "--turns": "--rounds 3",
-}
-
-
-@pytest.mark.parametrize("earlier", EARLIER)
-def test_the_error_of_an_earlier_flag_names_the_present_one(earlier, capsys):
-    for parser in map(parser_of, COMMANDS):
-        with pytest.raises(SystemExit) as end:
-            parser.parse_args([earlier])
-        present, printed = EARLIER[earlier], capsys.readouterr().err
-        known = present.split()[0] in parser._option_string_actions
-        assert end.value.code == 2 and (f"did you mean {present}?" in printed) == known
-
-
 def dev(*words: str):
     return said("--recipe", "dev", *words)
 

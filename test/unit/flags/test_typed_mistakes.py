@@ -55,6 +55,9 @@ generate JOB --profile gpu                  -> known: cpu, cuda
 generate --gemma-root G --checkpoint-path FOLDER --prompt x -> a folder without a transformer's file
 generate --checkpoint-path CKPT --gemma-root CKPT --prompt x --output-path o.mp4 -> needs the folder of Gemma3-12B | not nearest
 plan MODEL --jsn                            -> did you mean --json?
+prepare MODEL --blocks-per-graph 2          -> did you mean --profile-set blocks_per_graph=2?
+tune MODEL --turns 3                        -> did you mean --rounds 3?
+serve MODEL --turns 3                       -> unknown: --turns | not did you mean
 report out.mp4                              -> it is no text | --perf-dump-path FILE.json | not codec
 serve MODEL --host 0.0.0.0                  -> --new-token
 batch bad.jsonl MODEL --output-dir out      -> did you mean 'seed'? | did you mean 'prompt'?

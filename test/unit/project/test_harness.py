@@ -9,14 +9,6 @@ import sys
 from lib import harness
 
 
-def test_ways_take_turns_and_cold_ones_do_not_count(capsys):
-    order = []
-    turns = harness.take_turns({name: lambda n=name: order.append(n) or n for name in "ab"}, 3)
-    assert order == ["a", "b"] * 4
-    assert all(len(taken.seconds) == len(taken.cpu) == 3 for taken in turns.values())
-    assert [taken.result for taken in turns.values()] == ["a", "b"]
-
-
 def test_numbers_are_the_last_line_and_recorded_without_paths_when_that_is_asked_for(tmp_path, monkeypatch, capsys):
     results = tmp_path / "results.csv"
     monkeypatch.setattr(harness.record, "__defaults__", (results,))
