@@ -215,8 +215,7 @@ def _finish_schema(schema: dict[str, Any], model: type[spec.Fields]) -> None:
         if field.get("default", ...) is None:
             del field["default"]
         if "description" in field:
-            description = field["description"].partition(" (default")[0]
-            field["description"] = with_field_names(description)
+            field["description"] = with_field_names(field["description"].partition(" (default")[0])
 
 
 class VideoRequest(spec.GuidanceFields, spec.DetailFields, spec.SamplingFields, RequestedSize):
