@@ -45,18 +45,14 @@ DIT, GEMMA = "model.diffusion_model.", "gemma/model.safetensors"
 # The broken file, how it is broken, words of the error, and flags of the job that reads it
 BROKEN = [
     ("checkpoint", cut, "truncated?", ""),
-    ("checkpoint", without("vae.decoder."), "the VideoDecoder", ""),
     ("checkpoint", without("audio_vae.decoder."), "the AudioDecoder", ""),
     ("checkpoint", without(f"{DIT}transformer_blocks.1."), "the files do not have", ""),
     ("checkpoint", without(f"{DIT}video_embeddings_connector."), "the text enc", ""),
     ("checkpoint", without("text_embedding_projection."), "the text projection is missing", ""),
     ("checkpoint", without("vae.encoder."), "the VideoEncoder", "--image {image}"),
     ("gemma/tokenizer.json", text, "cannot be loaded", ""),
-    (GEMMA, cut, "truncated?", ""),
     (GEMMA, without("language_model.model.layers.1."), "the text encoder's", ""),
-    ("lora", text, "lora.safetensors", "--lora {lora}"),
     ("lora", Path.unlink, "lora.safetensors", DEV),
-    ("spatial", cut, "truncated?", TWO_STAGE),
     ("temporal", Path.unlink, "no such file", UPSCALED),
     ("image", text, "image.png", "--image {image}"),
     ("image", text, "--audio-path", "--audio-path {image}"),

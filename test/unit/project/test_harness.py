@@ -1,4 +1,4 @@
-"""benchmarks/lib/harness.py: ways that take turns, and the file of results."""
+"""benchmarks/lib/harness.py: the numbers of a run, and the file of results."""
 
 import csv
 import json

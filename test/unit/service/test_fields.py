@@ -113,7 +113,6 @@ REFUSALS = [
     ({"prompt": "x" * 1_000_000}, "prompt_too_long", "prompt", "got 1000000 characters"),
     *(({"seconds": value}, INVALID, "seconds", "") for value in ("nan", "inf", True, "1" * 400)),
     ({"size": ["768x512"]}, INVALID, "size", "WIDTHxHEIGHT"),
-    ({"num_frames": 9.5}, INVALID, "num_frames", ""),
     ({"video_stg_blocks": "[1"}, INVALID, "video_stg_blocks", "JSON"),
     ({"images": "[" * 100_000}, INVALID, "images", "JSON"),
     *(({name: NESTED_LISTS}, INVALID, name, "") for name in ("seed", "video_stg_blocks", "model")),
@@ -130,24 +129,18 @@ REFUSALS = [
     ),
     ({"input_reference": "/etc/passwd"}, NOT_SUPPORTED, "input_reference", "only data URLs"),
     ({"seconds": "5", "num_frames": 121}, INVALID, "seconds", "set the same value"),
-    ({"fps": 24, "frame_rate": 24}, INVALID, "frame_rate", "set the same value"),
     ({"size": "64x64", "width": 64}, INVALID, "size", "set the same value"),
-    ({"input_reference": PNG_URL, "image_reference": PNG_URL}, INVALID, "image_reference", "set the same value"),
     ({"seed": 1, "extra_params": {"seed": 2}}, INVALID, "seed", "leave one out"),
     ({"images[]": [], "images": []}, INVALID, "images", "sent twice"),
     ({"video_reference": PNG_URL, "video_reference[a]": 1}, INVALID, "video_reference", "as a value and as an object"),
     ({"images": [{"path": "/etc/passwd"}]}, INVALID, "images[0]", "images[0].image_url"),
-    ({"images": [IMAGE, {"frame": 1}]}, INVALID, "images[1]", "images[1].image_url"),
     ({"images": [IMAGE | {"frame": -2}]}, INVALID, "images[0]", "images[0].frame"),
     ({"input_reference": {"image_url": "data:image/png;base64,%%"}}, INVALID, "input_reference", "base64"),
-    ({"input_reference": "data:image/png,AAAA"}, INVALID, "input_reference", "base64"),
     ({"audio_reference": VIDEO}, INVALID, "audio_reference", "audio_url"),
     ({"video_conditioning": [VIDEO | {"strength": 2}]}, INVALID, "video_conditioning[0]", "strength"),
     ({"images": [IMAGE] * 8, "input_reference": PNG_URL}, INVALID, "images", "got 9 images in all"),
     # A list is refused before its values are looked at, and not repeated in the message.
     ({"images": json.dumps([IMAGE] * 16)}, INVALID, "images", "images: got 16 values, wanted at most 8"),
-    ({"images": ["x"] * 100_000}, INVALID, "images", "images: got 100000 values, wanted at most"),
-    ({"audio_stg_blocks": json.dumps(["x"] * 100_000)}, INVALID, "audio_stg_blocks", "got 100000 values, wanted"),
 ]
 
 
