@@ -5,9 +5,11 @@ import runpy
 import sys
 from unittest import mock
 
+import pytest
 from conftest import ROOT
 
 from ltx_neuron import errors, flags
+from ltx_neuron.command_line import Parser
 from ltx_neuron.commands import dispatch
 from ltx_neuron.job import Job
 
@@ -26,6 +28,24 @@ def parsed(*words, compiles: bool = False) -> argparse.Namespace:
 
 def said(*words) -> Job:
     return flags.job(parsed("--prompt", "rain", *words))
+
+
+class Stopped(Exception):
+    """Carries a command's parser out of its main."""
+
+
+def parser_of(words: list[str], parses: bool = False) -> Parser:
+    """The parser that a command makes, as it is when its words are parsed, or once they are."""
+    parse = Parser.parse_args
+
+    def stop(parser, *arguments):
+        if parses:
+            parse(parser, *arguments)
+        raise Stopped(parser)
+
+    with mock.patch.object(Parser, "parse_args", stop), pytest.raises(Stopped) as stopped:
+        dispatch(words)
+    return stopped.value.args[0]
 
 
 def ended(*words: object) -> int:

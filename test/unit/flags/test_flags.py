@@ -2,14 +2,14 @@
 
 import argparse
 from functools import cache
-from unittest import mock
 
 import pytest
+import typed
 from typed import parsed, said
 
 from ltx_neuron import flags
 from ltx_neuron.command_line import Parser, advanced
-from ltx_neuron.commands import VERBS, dispatch
+from ltx_neuron.commands import VERBS
 from ltx_neuron.errors import UserError
 from ltx_neuron.report.price import Price
 from ltx_neuron.sampling.spec import GUIDANCE_KEYS, GuidanceFields, JobFields, names_of
@@ -20,20 +20,9 @@ SINGLE = set(VERBS) - {"shard", "compile"}
 COMMANDS = [*sorted(SINGLE), *(f"{verb} {m}" for verb in ("shard", "compile") for m in MODELS)]
 
 
-class Found(Exception):
-    """Carries a command's parser out of its main."""
-
-
 @cache
 def parser_of(command: str) -> Parser:
-    """The parser that a command makes, as it is when the command's words are parsed."""
-
-    def found(parser, *_):
-        raise Found(parser)
-
-    with mock.patch.object(Parser, "parse_args", found), pytest.raises(Found) as parser:
-        dispatch(command.split())
-    return parser.value.args[0]
+    return typed.parser_of(command.split())
 
 
 def shown(parser: Parser) -> list[argparse.Action]:

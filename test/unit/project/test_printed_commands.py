@@ -18,9 +18,9 @@ import pytest
 from conftest import QUICK, ROOT
 from helpers import made_film, one_thread, tone, write_sound  # noqa: F401
 from printed import marked, printed, runs
+from typed import parser_of
 
 from ltx_neuron.backends import environment
-from ltx_neuron.command_line import Parser
 from ltx_neuron.commands import VERBS, dispatch
 from ltx_neuron.config import profiles
 from ltx_neuron.errors import UserError
@@ -225,22 +225,6 @@ def plain(message: str) -> str:
     return re.sub(r"\s+", " ", message)
 
 
-class Taken(Exception):
-    """A parser has taken its words."""
-
-
-def taken(words: list[str]) -> None:
-    """Pass a command's words to its real parser, and stop there. Fails if it refuses them."""
-    parse = Parser.parse_args
-
-    def parse_alone(self, *arguments):
-        parse(self, *arguments)
-        raise Taken
-
-    with mock.patch.object(Parser, "parse_args", parse_alone), pytest.raises(Taken):
-        dispatch(words)
-
-
 @pytest.mark.parametrize("page", PAGES)
 def test_every_command_of_a_block_of_a_page_is_taken_by_its_parser(page):
     """With its values; test_docs.py looks for the names of flags alone, also in sentences."""
@@ -248,7 +232,7 @@ def test_every_command_of_a_block_of_a_page_is_taken_by_its_parser(page):
         shown = commands(page)
     for words in shown:
         if words[0] == PROGRAM and "--help" not in words:
-            taken(words[1:])
+            parser_of(words[1:], parses=True)
 
 
 @runs(
@@ -270,7 +254,7 @@ def test_the_examples_of_every_help_are_taken_by_its_parser(verb, capsys):
             dispatch([*filter(None, [verb, model]), "--help"])
         shown = capsys.readouterr().out.replace("\\\n", " ")
         for line in re.findall(rf"^ *{PROGRAM} (\w.*)", shown, re.MULTILINE):
-            taken(shlex.split(line))
+            parser_of(shlex.split(line), parses=True)
 
 
 def ran(line: str, *more: object) -> None:
