@@ -18,7 +18,6 @@ SIZE = {"height": 64, "width": 64, "num_frames": 9}
 
 
 def lines(tiny) -> list[dict]:
-    """The jobs; keys spelled both ways."""
     return [
         {"prompt": "waves crash on the shore", **SIZE},
         {"prompt": "« hello » says a man", "seed": 4, **SIZE},
@@ -33,7 +32,6 @@ def jobs(count: int) -> list[Job]:
 
 
 def prepared(scripts, tiny):
-    """Both models sharded and compiled for all jobs."""
     setup = scripts(tiny, TP)
     setup.prepare(**SIZE)
     return setup
@@ -50,8 +48,6 @@ def flags_of(tiny, folder: Path) -> dict:
 
 
 def undisturbed(setup, tiny, shared: Path) -> Path:
-    """The folder of a batch that nothing disturbed, made once a session."""
-
     def make(folder: Path) -> Path:
         succeeded(setup.run("src/generate_ltx23.py", **flags_of(tiny, folder)))
         return folder
@@ -64,7 +60,6 @@ def videos(folder: Path) -> dict[str, bytes]:
 
 
 def opened(setup, tiny, profile_set: tuple[str, ...] = (), **more) -> LTXPipeline:
-    """The API on the batch's artifacts."""
     where = dict(checkpoint_path=tiny.checkpoint, gemma_root=tiny.gemma_root, artifacts_dir=setup.artifacts)
     how = dict(tp_degree=TP, dtype="float32", profile="cpu", profile_set=(*setup.settings, *profile_set))
     pipe = LTXPipeline.from_pretrained(**where, **how | {"neuron_gemma": True} | more)

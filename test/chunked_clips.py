@@ -24,7 +24,6 @@ def clip(frames: int = 33, prompt: str = "waves", **fields) -> Job:
 
 @pytest.fixture(scope="session")
 def engine_of(tiny, artifacts):
-    """engine_of(job): the same one, with the job's graphs."""
     workspace = opened_workspace(tiny, artifacts, 1)
     with opened_engine(workspace, tiny) as engine:
 
@@ -37,7 +36,6 @@ def engine_of(tiny, artifacts):
 
 
 def made(engine_of, job: Job, **options):
-    """The result of a job, whose contexts are drawn."""
     engine = engine_of(job)
     engine.on_stage_end = options.pop("on_stage_end", None)
     give_contexts(engine, job, lambda prompt: drawn_contexts(engine.workspace.transformer, prompt))

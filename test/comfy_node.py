@@ -14,16 +14,6 @@ class Interrupted(Exception):
     """ComfyUI's InterruptProcessingException."""
 
 
-class VideoFromFile:
-    """ComfyUI's VIDEO of a file."""
-
-    def __init__(self, file: str):
-        self.file = file
-
-    def get_stream_source(self) -> str:
-        return self.file
-
-
 class Comfy:
     """ComfyUI: `seen` of the progress bar, `previews` in it and `texts` on nodes; set `interrupted`
     to press its button."""
@@ -48,6 +38,9 @@ class Comfy:
 
     @property
     def modules(self) -> dict[str, ModuleType]:
+        def video_from_file(file: str) -> SimpleNamespace:
+            return SimpleNamespace(get_stream_source=lambda: file)
+
         interrupting = {"throw_exception_if_processing_interrupted": self.throw_exception_if_processing_interrupted}
         contents = {
             "comfy": {},
@@ -56,7 +49,7 @@ class Comfy:
             "folder_paths": {"get_temp_directory": lambda: str(self.temp)},
             "server": {"PromptServer": SimpleNamespace(instance=self)},
             "comfy_api": {},
-            "comfy_api.latest": {"InputImpl": SimpleNamespace(VideoFromFile=VideoFromFile)},
+            "comfy_api.latest": {"InputImpl": SimpleNamespace(VideoFromFile=video_from_file)},
         }
         modules = {name: ModuleType(name) for name in contents}
         for name, values in contents.items():

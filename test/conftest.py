@@ -190,7 +190,6 @@ class Setup:
         return words(**flags)
 
     def command(self, script: str, gemma: bool = True, **flags) -> list[str]:
-        """What to type after `python` for a script."""
         return [str(ROOT / script), *self.words(gemma, **flags)]
 
     def run(self, script: str, gemma: bool = True, **flags) -> subprocess.CompletedProcess:
@@ -244,7 +243,6 @@ def words(**flags) -> list[str]:
 
 
 def succeeded(process: subprocess.CompletedProcess) -> subprocess.CompletedProcess:
-    """Fail the test with what the script printed, unless its exit code is 0."""
     report = (
         f"{' '.join(process.args)}\nexit code {process.returncode}\n{process.stdout[-2000:]}\n{process.stderr[-4000:]}"
     )

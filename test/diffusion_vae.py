@@ -78,6 +78,5 @@ def latent(shape: tuple[int, int, int], seed: int = 2) -> Tensor:
 
 
 def pixels(decoder, shape: tuple[int, int, int], seed: int = SEED) -> Tensor:
-    """Decoded pixels (F, H, W, 3) of `latent`."""
     chunks = DiffusionDecoder(decoder.config, shape, decoder).pixels(latent(shape), seed)
     return torch.cat([*chunks], 2)[0].permute(1, 2, 3, 0)

@@ -56,7 +56,6 @@ def drawn(workspace: Workspace, seed: int) -> list[Tensor]:
 
 
 def drawn_contexts(config: TransformerConfig, prompt: str) -> list[Tensor]:
-    """Those of a prompt."""
     return _drawn(config, zlib.crc32(prompt.encode()))
 
 

@@ -19,7 +19,6 @@ def operations(exported) -> list:
 
 @cache
 def block_graph(kernel):
-    """A transformer block of one of two ranks."""
     _, config = made_config(SIZES["4 heads of 8"])
     with fake_process_group(2):
         program = dit_program(config, Bucket(6, 4, 1, 2), 2, TorchDistComm(2), torch.bfloat16, 1, kernel)

@@ -3,12 +3,17 @@
 import hashlib
 import json
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
+from ltx_neuron.hub import RELEASE_FILES
+
+LTX, GEMMA = "Lightricks/LTX-2.3", "google/gemma-3-12b-it-qat-q4_0-unquantized"
 TOKEN = "hf_reader"  # of a reader who accepted every licence
 
 
@@ -37,7 +42,6 @@ class Hub(ThreadingHTTPServer):
 
     @property
     def downloads(self) -> list[str]:
-        """The names of the files whose bytes were requested."""
         gets = [request.path for request in self.requests if request.method == "GET"]
         return [path.split("/")[-1] for path in gets if "/resolve/" in path]
 
@@ -57,6 +61,21 @@ def use(hub: Hub, monkeypatch, folder: Path) -> None:
         "HF_HUB_OFFLINE": False,
     }.items():
         monkeypatch.setattr(constants, name, value)
+
+
+@contextmanager
+def released(tiny, monkeypatch, folder: Path) -> Iterator[Hub]:
+    """A hub with the released repositories of tiny files, read from an empty folder."""
+    kinds = {"distilled": tiny.checkpoint, "dev": tiny.checkpoint, "lora": tiny.lora}
+    kinds |= {"spatial": tiny.spatial_upsampler, "temporal": tiny.temporal_upsampler}
+    files = {RELEASE_FILES[LTX][kind]: path for kind, path in kinds.items()}
+    hub = Hub({LTX: files, GEMMA: {path.name: path for path in tiny.gemma_root.iterdir()}})
+    (folder / "home").mkdir()
+    monkeypatch.chdir(folder / "home")
+    use(hub, monkeypatch, folder)
+    yield hub
+    hub.shutdown()
+    hub.server_close()
 
 
 @cache

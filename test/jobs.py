@@ -106,11 +106,9 @@ def _job(fields: dict[str, Any], inputs: dict[str, Any]) -> Job:
 
 
 def read_voice(path, **fields) -> ReferenceAudio | None:
-    """The voice of a file."""
     return Job(reference_audio=str(path), **fields).reference_sound
 
 
 def read_clip(path, loras, **fields) -> dict[str, Any]:
-    """The inputs of a file to dub with a LoRA."""
     job = Job(reference_video=str(path), lora=_files(loras), two_stage=True, **fields)
     return {"dubbing": job.dubbing, "reference_sound": job.reference_sound}

@@ -30,8 +30,6 @@ SIZE = f"{SMALL.width}x{SMALL.height}"
 
 
 class Sent(NamedTuple):
-    """A request as it comes from a connection."""
-
     method: str
     path: str
     query: bytes = b""

@@ -102,7 +102,6 @@ class Service:
             self.log.flush()
 
     def client(self, owner: str = "ada", **more):
-        """OpenAI's client of an owner."""
         import openai  # not when tests are collected: it takes seconds
 
         return openai.OpenAI(base_url=self.url, api_key=self.tokens[owner], **more)
@@ -150,8 +149,6 @@ def ask(intake, index: int):
 
 
 def stop_after(working, *entries) -> threading.Thread:
-    """A thread that asks a worker to end once these jobs are made."""
-
     def watch() -> None:
         wait_for(lambda: all(working.queue.get("ada", e.id).status == "completed" for e in entries))
         working.stop.set()

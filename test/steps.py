@@ -12,7 +12,6 @@ SHOWS = 1e-3  # fifty times that and more: what a wrong timestep, sigma, mask or
 
 
 def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """That of the stream which differs more."""
     return max(rel(ours[stream], theirs[stream]) for stream in STREAMS)
 
 

@@ -63,13 +63,11 @@ def swaps(engine: Engine) -> int:
 
 
 def latents(engine: Engine, jobs: list[Job], **options) -> dict[int, dict[str, torch.Tensor]]:
-    """The latents of every job, by its seed."""
     results = engine.run(jobs, keep=True, decode=False, **options)
     return {result.job.seed: {k: v for k, v in result.tensors.items() if k[:3] in ("s1_", "s2_")} for result in results}
 
 
 def each_alone(engine: Engine, jobs: list[Job]) -> dict:
-    """Those of every job, each run by itself."""
     return {seed: tensors for job in jobs for seed, tensors in latents(engine, [job]).items()}
 
 

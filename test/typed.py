@@ -5,9 +5,12 @@ import runpy
 import sys
 from unittest import mock
 
+import pytest
 from conftest import ROOT
 
-from ltx_neuron import flags
+from ltx_neuron import errors, flags
+from ltx_neuron.command_line import Parser
+from ltx_neuron.commands import dispatch
 from ltx_neuron.job import Job
 
 
@@ -24,12 +27,37 @@ def parsed(*words, compiles: bool = False) -> argparse.Namespace:
 
 
 def said(*words) -> Job:
-    """The job that is asked for."""
     return flags.job(parsed("--prompt", "rain", *words))
 
 
+class Stopped(Exception):
+    """Carries a command's parser out of its main."""
+
+
+def parser_of(words: list[str], parses: bool = False) -> Parser:
+    """The parser that a command makes, as it is when its words are parsed, or once they are."""
+    parse = Parser.parse_args
+
+    def stop(parser, *arguments):
+        if parses:
+            parse(parser, *arguments)
+        raise Stopped(parser)
+
+    with mock.patch.object(Parser, "parse_args", stop), pytest.raises(Stopped) as stopped:
+        dispatch(words)
+    return stopped.value.args[0]
+
+
+def ended(*words: object) -> int:
+    """The exit code of ltx-neuron in this process."""
+    try:
+        errors.run(lambda: dispatch([*map(str, words)]))
+    except SystemExit as end:
+        return end.code or 0
+    return 0
+
+
 def run(script: str, words: list[str]) -> int:
-    """A script in this process; its exit code."""
     with mock.patch.object(sys, "argv", [script, *words]), mock.patch.object(sys, "path", list(sys.path)):
         try:
             runpy.run_path(str(ROOT / script), run_name="__main__")

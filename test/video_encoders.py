@@ -18,12 +18,10 @@ CHANNELS = 32  # of a latent, and of the first stage
 
 
 def config_of(**changes) -> dict:
-    """The tiny config with changes, narrower."""
     return merge(tiny_config(TinySizes()), {"vae": {"latent_channels": CHANNELS} | changes})
 
 
 def ltx_encoder(**changes) -> nn.Module:
-    """ltx-core's encoder of this config, with random weights."""
     from ltx_core.model.video_vae import VideoEncoderConfigurator
 
     return randomised(VideoEncoderConfigurator.from_config(config_of(**changes)))

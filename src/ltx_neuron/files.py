@@ -272,22 +272,22 @@ def check_folder(folder: Path, flag: str, path: Path | None = None) -> None:
     """Raise UserError if files cannot be written to `folder`, or it cannot be created. flag: the
     flag that chooses another path, with its value. path: the user's path for the message, if it is
     not the folder."""
-    nearest = _nearest(folder)
-    if not os.path.isdir(nearest) or not os.access(nearest, os.W_OK | os.X_OK):
+    there = nearest_existing(folder)
+    if not os.path.isdir(there) or not os.access(there, os.W_OK | os.X_OK):
         raise UserError(
-            f"{path or folder} cannot be written: {nearest} is not a folder you may write to; pass"
+            f"{path or folder} cannot be written: {there} is not a folder you may write to; pass"
             f" another place with {flag}"
         )
 
 
-def _nearest(path: Path) -> Path:
+def nearest_existing(path: Path) -> Path:
     """The path, or the lowest folder above it that exists."""
     return next(p for p in (path.absolute(), *path.absolute().parents) if os.path.lexists(p))
 
 
 def free_bytes(path: Path) -> int:
     """Free bytes of a path's disk. The path may be missing."""
-    return shutil.disk_usage(_nearest(Path(path))).free
+    return shutil.disk_usage(nearest_existing(Path(path))).free
 
 
 def check_space(folder: Path, needed: int, what: str) -> None:

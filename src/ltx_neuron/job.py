@@ -266,7 +266,6 @@ class Job(JobInputs):
 
     @cached_property
     def loras(self) -> WeightSet:
-        """The LoRAs of all stages."""
         return _weights(self.lora)
 
     @cached_property
@@ -306,7 +305,6 @@ class Job(JobInputs):
 
     @property
     def all_loras(self) -> WeightSet:
-        """The LoRAs of all stages."""
         return self.loras + self.stage_1_loras + self.stage_2_loras + self.detailing_loras
 
     @property

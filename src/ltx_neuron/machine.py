@@ -17,8 +17,6 @@ _MULTIPLYING = (
 
 @dataclass(frozen=True)
 class Machine:
-    """Facts about a machine."""
-
     instance: str = ""  # the EC2 instance type, "" outside of EC2
     neuron_devices: int = 0  # accelerator chips of the Neuron driver
     cuda_devices: int = 0  # GPUs that PyTorch can use
@@ -90,7 +88,6 @@ def _lines_of(path: str) -> list[str]:
 
 
 def installed_packages() -> list[str]:
-    """Every installed Python package as name==version."""
     installed = set()
     for distribution in importlib.metadata.distributions():
         with suppress(KeyError, TypeError, OSError):  # a partly removed one
@@ -104,7 +101,6 @@ def version_numbers(version: str | None) -> tuple[int, ...]:
 
 
 def package_version(package: str) -> str | None:
-    """The version of an installed Python package, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -1,7 +1,6 @@
 """Whether the tests find what they are for: plants faults one at a time, and runs tests on each.
 
   python test/planted/run.py [NAME ...]    the tests that faults.toml names for each fault
-  python test/planted/run.py --tier first  test/unit and test/integration; all: test/slow as well
   python test/planted/run.py --list        where each fault is planted, and what finds it
 
 Faults are planted in a copy of the tree, never in the tree itself. With PYTEST_ADDOPTS="-n 2" two
@@ -24,7 +23,6 @@ ROOT = Path(__file__).resolve().parents[2]
 FAULTS = Path(__file__).with_name("faults.toml")
 PACKAGE, TEST = "src/ltx_neuron", ROOT / "test"
 FAILED = r"^(?:FAILED|ERROR) (\S+)"  # a line at the end of what pytest prints
-TIERS = {"first": ("unit", "integration"), "all": ("unit", "integration", "slow")}
 
 
 class Fault(NamedTuple):
@@ -54,15 +52,14 @@ class Fault(NamedTuple):
     def tests(self) -> list[str]:
         """The tests that find it, as pytest names them. Only file and function count, so that a
         file may move from one folder to another."""
-        named = [(name, "first") for name in self.first] + [(name, "all") for name in self.slow]
         found = []
-        for name, tier in named:
-            file, function = name.split("::")
-            paths = [path for each in TIERS[tier] for path in TEST.glob(f"{each}/**/{file}.py")]
-            defined = rf"^def {function}\("
-            found += [f"{p}::{function}" for p in paths if re.search(defined, p.read_text(), re.M)]
-        if len(found) != len(named):
-            raise SystemExit(f"{self.name}: {len(found)} of its tests are there: {named}")
+        for names, folders in ((self.first, "unit integration"), (self.slow, "unit integration slow")):
+            for file, function in (name.split("::") for name in names):
+                paths = (path for each in folders.split() for path in TEST.glob(f"{each}/**/{file}.py"))
+                defined = rf"^def {function}\("
+                found += [f"{p}::{function}" for p in paths if re.search(defined, p.read_text(), re.M)]
+        if len(found) != len(self.first) + len(self.slow):
+            raise SystemExit(f"{self.name}: its tests that are there: {found}")
         return [os.path.relpath(test, ROOT) for test in found]
 
 
@@ -114,7 +111,6 @@ def main() -> None:
     kind = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=kind)
     parser.add_argument("names", nargs="*", metavar="NAME", help="of faults (default: all)")
-    parser.add_argument("--tier", choices=TIERS, help="run a whole tier, not the named tests")
     parser.add_argument("--list", action="store_true", help="run nothing")
     args = parser.parse_args()
     faults = read_faults(args.names)
@@ -122,8 +118,7 @@ def main() -> None:
         for fault in faults:
             print(f"{fault.place}: {fault.name} ({' '.join(fault.tests)})")
         return
-    tier = [f"test/{name}" for name in TIERS.get(args.tier, ()) if (TEST / name).is_dir()]
-    chosen = [(fault, tier or fault.tests) for fault in faults if fault.place]
+    chosen = [(fault, fault.tests) for fault in faults if fault.place]
     with tempfile.TemporaryDirectory(prefix="planted-") as tree:
         copy_tree(Path(tree))
         every = list(dict.fromkeys(test for _, tests in chosen for test in tests))

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import ROOT, SCRIPT_SECONDS, needs, succeeded
-from helpers import made_film, wait_for
+from helpers import wait_for
 from jobs import make_job
 
 from ltx_neuron import flags
@@ -26,7 +26,6 @@ from ltx_neuron.commands import generate
 from ltx_neuron.config.profiles import resolve
 from ltx_neuron.engine.resume import state_path
 from ltx_neuron.errors import UserError
-from ltx_neuron.flags import verbs
 from ltx_neuron.job import Size
 from ltx_neuron.service.jobs import VIDEO
 from ltx_neuron.service.queue import NewJob, Queue
@@ -72,7 +71,6 @@ def prompts(tiny, tmp_path_factory) -> Path:
 
 
 def words_of(setup, **more) -> list[str]:
-    """The flags of generate_ltx23.py on tiny assets."""
     upsampler = setup.assets.spatial_upsampler
     words = setup.words(neuron_gemma=True, spatial_upsampler_path=upsampler, **more)
     folder = more.get("artifacts_dir")
@@ -119,7 +117,6 @@ def parsed(setup, **more):
 
 
 def make_batch(args) -> None:
-    """As the script does it."""
     from ltx_neuron.fleet.batch import generate_batch
 
     workspace = flags.workspace(args, writes=False)
@@ -154,30 +151,6 @@ def test_two_replicas_make_a_batch_bit_for_bit_and_go_on_with_one_that_was_inter
         assert ours.pop("seconds") and theirs.pop("seconds") and ours == theirs
     assert json.loads((out / RESULTS).read_text()) == json.loads((wanted / RESULTS).read_text())
     assert not (out / FOLDER).exists()
-
-
-def test_replicas_learn_of_footage_where_it_lay_and_get_hub_names_as_they_are(setup, tmp_path, monkeypatch):
-    """The queue's copies of a line's files are not there before its jobs are."""
-    from ltx_neuron.fleet import pool  # imports Ray
-
-    line = {"prompt": "a", "start_time": 0.0, "end_time": 0.3}
-    line["video_path"] = str(made_film(tmp_path / "film.mp4", 9, 64, 64))
-    (tmp_path / "lines.jsonl").write_text(json.dumps(line))
-    lora_sets = []
-
-    def refuse(queue, args, probe, most, patience, sets):
-        lora_sets.extend(sets)
-        raise UserError("enough")
-
-    monkeypatch.setattr("ltx_neuron.fleet.batch.Pool", refuse)
-    with pytest.raises(UserError, match="enough"):
-        make_batch(parsed(setup, prompts_file=tmp_path / "lines.jsonl", output_dir=tmp_path / "out"))
-    assert lora_sets == [()]
-    words = ["--checkpoint-path", "Lightricks/LTX-2.3", "--gemma-root", "gemma"]
-    words += ["--lora", "owner/repository", "0.5", "--artifacts-dir", "made/here"]
-    args = pool.absolute(verbs.generate().parse_args(words))
-    assert args.checkpoint_path == Path("Lightricks/LTX-2.3") and args.lora == [["owner/repository", "0.5"]]
-    assert args.gemma_root == Path("gemma").absolute() and args.artifacts_dir == Path("made/here").absolute()
 
 
 def test_a_command_without_a_cluster_or_without_room_names_the_command_to_type(
@@ -232,7 +205,6 @@ class Scene:
         return (self.queue.folder_of(id) / STATE).is_file()
 
     def process(self, id: str) -> psutil.Process:
-        """That which makes a job."""
         return psutil.Process(self.queue.workers()[self.get(id).worker]["pid"])
 
     def video(self, id: str) -> bytes:
@@ -240,7 +212,6 @@ class Scene:
 
 
 def until(happened):
-    """Wait, in a scene."""
     while not happened():
         yield
 

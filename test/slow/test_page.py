@@ -33,13 +33,7 @@ PLAYED = """async () => {
     }
     return [...seen, video.videoWidth];
 }"""
-IN_SIGHT = """(selectors) => selectors.every((selector) => {
-    const box = document.querySelector(selector).getBoundingClientRect();
-    return box.height > 0 && box.top >= 0 && box.bottom <= innerHeight;
-})"""
 WIDTHS = "[document.documentElement.scrollWidth, innerWidth]"
-FOCUS = "document.activeElement.id"
-HIDE = "Object.defineProperty(document, 'hidden', {value: true}); 0"
 # As on a page that was opened before the size was removed.
 OF_ANOTHER_SIZE = "document.querySelector('#size').selectedOptions[0].value = '1920x1088'"
 DROP = """(file) => {
@@ -48,9 +42,7 @@ DROP = """(file) => {
     transfer.items.add(new File([bytes], file.name, { type: file.type }));
     return transfer;
 }"""
-MIN_CONTRAST = 3.0  # of the border of a control with its card: WCAG 2.2, 1.4.11
-COLOURS = """(selector) => [getComputedStyle(document.querySelector(selector)).borderTopColor,
-    getComputedStyle(document.querySelector(".card#form")).backgroundColor]"""
+FOCUS = "document.activeElement.id"
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +90,6 @@ def opened(browser, service):  # noqa: F811
 
 @contextmanager
 def idle(worker):
-    """A tiny clip would be done before a hand is at a button."""
     worker.suspend()
     try:
         yield
@@ -126,7 +117,6 @@ def forget(service, page) -> None:  # noqa: F811
 
 
 def model_of(service) -> dict:  # noqa: F811
-    """What /v1/models answers."""
     client = service.client("bob")
     return client._client.get(service.url + "/models", headers=client.auth_headers).json()
 
@@ -143,8 +133,6 @@ def test_the_page_asks_for_a_token_and_takes_none_that_is_not_known(opened, serv
     page.wait_for_selector("#desk:visible")
     assert not page.is_visible("#door")
     assert page.evaluate("[document.cookie, localStorage.length]") == ["", 0]
-    page.reload()
-    page.wait_for_selector("#desk:visible")
     page.click("text=Sign out ada")
     page.wait_for_selector("#door:visible")
     page.reload()
@@ -169,10 +157,6 @@ def test_from_a_prompt_to_a_video_that_plays_with_sound_and_is_its_owners(opened
     (video,) = service.client("ada").videos.list(limit=1).data
     stored = service.folder / "data/jobs" / video.id / "video.mp4"
     assert (tmp_path / "video.mp4").read_bytes() == stored.read_bytes()
-    page.set_viewport_size({"width": 1280, "height": 500})
-    page.evaluate("scrollTo(0, document.body.scrollHeight)")
-    view, videos = (page.locator(name).bounding_box() for name in ("#view", "#videos"))
-    assert view["y"] + view["height"] <= videos["y"], (view, videos)  # it stays above the gallery
     other = opened("bob")
     other.wait_for_selector("#none:visible")
     assert other.locator("#gallery li").count() == 0
@@ -205,24 +189,6 @@ def test_progress_and_a_preview_are_seen_and_a_clip_is_cancelled_while_it_is_mad
             worker.resume()
         assert "birds sing" not in [video.prompt for video in service.client("ada").videos.list()]
         wait_for(lambda: not queue.counts()["cancelled"])  # the worker has let it go
-
-
-def test_waiting_clips_are_counted_in_sight_on_a_phone_and_cancelled(opened, service):  # noqa: F811
-    page, client = opened("bob", **PHONE), service.client("bob")
-    with idle(service.worker):
-        generate(page, "the first")
-        wait_for_step(page, "Waiting")
-        wait_for(lambda: page.evaluate(IN_SIGHT, ["#bar", "#step", "#remove"]), seconds=5)
-        assert not page.is_visible("text=or drop it here >> nth=0")  # a finger cannot
-        generate(page, "the second")
-        wait_for_step(page, "Waiting: 1 ahead")
-        page.wait_for_selector("#state:has-text('2 waiting')")
-        page.click("#remove:has-text('Cancel')")
-        page.wait_for_selector("#gallery li:only-child")
-        assert [video.prompt for video in client.videos.list()] == ["the first"]
-        page.click("#remove:has-text('Cancel')")
-        page.wait_for_selector("#none:visible")
-        assert client.videos.list().data == [] and not page.is_visible("#remove")
 
 
 def test_a_dropped_picture_is_seen_and_sent_and_a_file_of_another_type_refused(opened, service, tiny):  # noqa: F811
@@ -258,18 +224,13 @@ def test_a_seed_is_random_and_a_videos_settings_are_used_again(opened, service):
         seeds.append(re.search(r"seed (\d+)", page.text_content("#facts"))[1])
         assert page.evaluate("document.querySelector('#screen video').loop")
     assert seeds[0] != seeds[1]
-    tile = page.locator("#gallery li:has-text('the first')")
-    assert tile.locator(".seed").text_content() == f"seed {seeds[0]}"
-    assert re.search(r" · .*\d\d:\d\d", tile.locator(".status").text_content())
-    page.fill("#prompt", "another")
     page.select_option("#size", "64x64")
-    tile.locator("button").click()
+    page.locator("#gallery li:has-text('the first') button").click()
     page.click("#reuse")
     used = [page.input_value(f"#{name}") for name in ("prompt", "seed", "size")]
     assert used == ["the first", seeds[0], "128x128"]
     page.click("#new-seed")
     assert page.input_value("#seed") == ""
-    assert page.evaluate(WIDTHS)[0] == 390
     forget(service, page)
 
 
@@ -277,6 +238,10 @@ def test_a_failed_video_has_its_reason_its_remedy_and_another_try(opened, servic
     page = opened("bob")
     with idle(service.worker):
         generate(page, "the first")
+        wait_for_step(page, "Waiting")
+        generate(page, "the second")
+        wait_for_step(page, "Waiting: 1 ahead")
+        page.click("#remove:has-text('Cancel')")
         wait_for_step(page, "Waiting")
         with closing(service.queue()) as queue:
             (entry,) = queue.claim("w", queue.next_batch_key(), 1)
@@ -309,8 +274,7 @@ def test_the_workers_absence_its_start_and_a_missing_size_are_told_apart(opened,
     page.route("**/v1/models", lambda route: route.fulfill(json=model))
     page.reload()
     page.wait_for_selector("#no-size:has-text('ltx-neuron prepare')")
-    assert page.is_disabled("#generate") and not page.is_visible("#size")
-    assert page.evaluate(WIDTHS)[0] == 390
+    assert page.is_disabled("#generate")
     page.unroute("**/v1/models")  # the size is compiled now
     page.wait_for_selector("#size:visible")
     assert not page.is_visible("#no-size") and page.is_enabled("#generate")
@@ -366,37 +330,10 @@ def test_the_time_left_is_that_of_the_steps_and_of_the_last_video_like_it(opened
     wait_for_step(page, "about 79 s left")
 
 
-def test_a_page_that_nobody_sees_asks_seldom(opened):
-    page, requested = opened("bob"), []
-    page.on("request", lambda request: requested.append(request.url))
-    page.evaluate(HIDE)
-    page.wait_for_timeout(6000)  # the next poll of a page that is seen, and then some
-    requested.clear()
-    page.wait_for_timeout(6000)
-    assert requested == []
-
-
-def contrast(page, selector: str) -> float:
-    """WCAG's contrast of an element's border with its card."""
-
-    def luminance(colour: str) -> float:
-        parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
-        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-    low, high = sorted(map(luminance, page.evaluate(COLOURS, selector)))
-    return (high + 0.05) / (low + 0.05)
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_fits_a_phone_borders_are_seen_and_a_long_refusal_wraps(opened, service, scheme):  # noqa: F811
+def test_it_fits_a_phone_also_with_a_long_refusal(opened, service, scheme):  # noqa: F811
     page = opened("bob", **PHONE, color_scheme=scheme)
     assert page.evaluate(WIDTHS) == [390, 390]
-    for name in ("prompt", "input_reference", "size", "duration", "seed", "screen"):
-        box = page.locator(f"#{name}").bounding_box()
-        assert box["x"] >= 0 and box["x"] + box["width"] <= 390 and box["height"] >= 30, name
-    for selector in ("#prompt", "#size", "#seed", ".drop", "#ideas button"):
-        assert contrast(page, selector) >= MIN_CONTRAST, selector
     ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, re.findall(r"\d+", ground))) < 200) == (scheme == "dark"), ground
     page.evaluate(OF_ANOTHER_SIZE)
@@ -405,8 +342,6 @@ def test_it_fits_a_phone_borders_are_seen_and_a_long_refusal_wraps(opened, servi
     assert page.evaluate(WIDTHS) == [390, 390]
     message = page.text_content("#error")
     assert "64x64, 9 frames" in message and "profile_mismatch" not in message and "GET" not in message
-    assert page.get_attribute("#size", "aria-invalid") == "true"
-    assert page.get_attribute("#error", "role") == "alert"
     assert service.client("bob").videos.list().data == []
 
 

@@ -22,7 +22,6 @@ openai, setup, wanted, service = serving.openai, serving.setup, serving.wanted, 
 
 @contextmanager
 def until_made(working, *entries):
-    """Run the worker until these jobs are made; the block prepares it."""
     yield
     watching = stop_after(working, *entries)
     working.run()

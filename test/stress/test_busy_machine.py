@@ -48,7 +48,6 @@ def generate(scripts, tiny, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def undisturbed(generate) -> tuple:
-    """What a process makes, and in how many seconds."""
     began = time.monotonic()
     outcome, printed = generate("undisturbed")
     assert outcome[0] == 0 and len(outcome[1]) == CLIPS_A_PROCESS, printed

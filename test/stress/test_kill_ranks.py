@@ -59,7 +59,6 @@ def run(request, scripts, tiny, tmp_path_factory) -> SimpleNamespace:
 
 
 def begun(setup: Setup, flags: dict, folder: Path, **more):
-    """The job's process, whose output is in a file beside its video."""
     name = "out.wav" if "sound_only" in flags else "out.mp4"
     own = {"prompt": "a red fox", "output_path": folder / name, "save_tensors": folder / "out.safetensors"}
     command = setup.command("src/generate_ltx23.py", **flags | own | more)
@@ -68,7 +67,6 @@ def begun(setup: Setup, flags: dict, folder: Path, **more):
 
 
 def exit_code(process) -> int | None:
-    """None where it does not end."""
     process.join(allowed(SCRIPT_SECONDS))
     return process.exitcode
 

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hub_server import TOKEN, Hub, use
+from hub_server import GEMMA, LTX, TOKEN, released
 from huggingface_hub import constants, utils
 from jobs import make_job
 
@@ -17,9 +17,7 @@ from ltx_neuron.flags import verbs
 from ltx_neuron.hub import RELEASE_FILES, absolute, download_again, hub_name, local_path, no_downloads
 from ltx_neuron.job import Size
 from ltx_neuron.pipeline import LTXPipeline
-from ltx_neuron.weights.model_files import ModelFiles
 
-LTX, GEMMA = "Lightricks/LTX-2.3", "google/gemma-3-12b-it-qat-q4_0-unquantized"
 LORA, LATER = "someone/lora", "Lightricks/LTX-2.5"
 FILES = RELEASE_FILES[LTX]
 CHECKPOINT = FILES["distilled"]
@@ -32,25 +30,11 @@ PARTS = {".incomplete"} if hasattr(utils, "reset_sessions") else set()
 @pytest.fixture
 def hub(tiny, tmp_path, monkeypatch):
     """The released repositories with tiny files, and an empty cache, from an empty folder."""
-    files = {
-        FILES["distilled"]: tiny.checkpoint,
-        FILES["dev"]: tiny.checkpoint,
-        FILES["lora"]: tiny.lora,
-        FILES["spatial"]: tiny.spatial_upsampler,
-        FILES["temporal"]: tiny.temporal_upsampler,
-    }
-    gemma = {path.name: path for path in tiny.gemma_root.iterdir()}
-    others = dict.fromkeys(("README.md", "model.gguf", "tokenizer.model"), tiny.image)
-    one_lora = {"README.md": tiny.image, "lora.safetensors": tiny.lora}
-    hub = Hub({LTX: files, GEMMA: gemma | others, LORA: one_lora})
-    home = tmp_path / "home"
-    home.mkdir()
-    monkeypatch.chdir(home)
-    use(hub, monkeypatch, tmp_path)
-    yield hub
+    with released(tiny, monkeypatch, tmp_path) as hub:
+        hub.repos[GEMMA] |= dict.fromkeys(("README.md", "model.gguf", "tokenizer.model"), tiny.image)
+        hub.repos[LORA] = {"README.md": tiny.image, "lora.safetensors": tiny.lora}
+        yield hub
     restart_sessions()
-    hub.shutdown()
-    hub.server_close()
 
 
 def refused(name: str, kind: str = "distilled") -> str:
@@ -218,16 +202,6 @@ def test_a_pipeline_opens_by_names_and_finds_all_parts_of_ltx_2_5_by_its_reposit
     assert "video decoder: convolutional, from " in capsys.readouterr().out
     kinds = "distilled", "gemma", "video_vae", "audio_vae", "spatial"
     assert set(hub.downloads) == {Path(files[kind]).name for kind in kinds}
-
-
-def test_a_diffusion_vae_in_the_cache_decodes_only_where_it_is_typed(hub, split):
-    files, typed = RELEASE_FILES[LATER], "vae/ltx-2.5-video-vae-bf16.safetensors"
-    names = [files["distilled"], files["video_vae"], typed]
-    hub.repos[LATER] = {file: split.folder / file for file in names}
-    checkpoint = local_path(LATER, "distilled")
-    vae = local_path(f"{LATER}/{typed}", "video_vae")
-    assert ModelFiles(checkpoint, video_vae_path=vae).decoder == "diffusion"
-    assert ModelFiles(checkpoint).decoder == "convolutional"
 
 
 def test_a_name_may_have_a_file_and_a_revision(hub, capsys):

@@ -24,7 +24,7 @@ from ltx_neuron.artifacts.workspace import Need, Workspace
 from ltx_neuron.commands import generate
 from ltx_neuron.engine.preflight import Preflight, check_dfr, check_distilled_loras, check_plans_fit
 from ltx_neuron.errors import UserError
-from ltx_neuron.files import check_space, read_json, write_json
+from ltx_neuron.files import check_space, nearest_existing, read_json, write_json
 from ltx_neuron.flags import verbs
 from ltx_neuron.format import columns, format_bytes, format_seconds
 from ltx_neuron.job import Job
@@ -114,7 +114,8 @@ class Preparation:
         """Bytes of weights written per second, and the source of this value."""
         if self.took["rate"]:
             return self.took["rate"], "as last time"
-        return measured_rate(self.workspace.checkpoint_path, self.place), "of a copied sample"
+        place = nearest_existing(self.workspace.artifacts)
+        return measured_rate(self.workspace.checkpoint_path, place), "of a copied sample"
 
     def _expected(self, part: ArtifactGroup) -> str:
         if part.size is not None:
@@ -130,16 +131,9 @@ class Preparation:
         profile = self.workspace.profile
         return " ".join([profile.name, profile.backend, profile.compile_backend, *names])
 
-    @property
-    def place(self) -> Path:
-        """The artifacts folder, or its nearest existing parent."""
-        folder = self.workspace.artifacts.absolute()
-        return next(path for path in (folder, *folder.parents) if path.is_dir())
-
     def check_space(self) -> None:
-        """Raise UserError if the disk has no room for the missing weights."""
         needed = sum(max(0, (part.size or 0) - part.bytes_there) for part in self.missing)
-        check_space(self.place, needed, "the weights need")
+        check_space(nearest_existing(self.workspace.artifacts), needed, "the weights need")
 
     def run(self) -> None:
         """Make the missing parts in order, and record the seconds of each."""

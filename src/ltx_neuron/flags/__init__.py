@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib.util import find_spec
@@ -109,8 +109,7 @@ def parser(
         advanced(add(part.flag, type=Path, metavar="FILE", help=help))
     help = "folder of sharded weights and compiled graphs (default: artifacts)"
     add("--artifacts-dir", type=Path, default=Path("artifacts"), metavar="DIR", help=help)
-    help = f"{', '.join(MACHINES)} (default: detected)"
-    add("--profile", metavar="NAME", help=help)
+    add("--profile", metavar="NAME", help=f"{', '.join(MACHINES)} (default: detected)")
     help = (
         "change a value of the profile; repeatable. Most used: host_dtype=float32 (arithmetic of"
         " the host's video models), blocks_per_graph=2 (transformer blocks in one graph),"
@@ -231,8 +230,6 @@ _FURTHER = {
 
 
 class _WithFurther(argparse.Action):
-    """A flag that sets several fields, one per value."""
-
     def __call__(self, parser, namespace, values: Any, option_string=None):
         fields = (self.dest, *_FURTHER[self.dest][0])
         if len(values) > len(fields):
@@ -333,20 +330,20 @@ def job(args: argparse.Namespace) -> Job:
     return _job(args, spec(args))
 
 
-def job_of_line(args: argparse.Namespace) -> Callable[[dict[str, Any]], Job]:
-    """A function from a line of a prompts file to its Job. The command's flags are the defaults."""
-    defaults = spec(args)
-    return lambda line: _job(args, defaults.updated(line))
-
-
 def lines(args: argparse.Namespace, workspace: Workspace, folder: Path | None = None) -> list[Line]:
     """The lines of --prompts-file. folder: of the results, for batch.read_lines."""
     from ltx_neuron.batch import read_lines
     from ltx_neuron.host import encode_inputs
 
-    of_line, files = job_of_line(args), (encode_inputs.check, folder)
-    resolved, identity = lambda line: workspace.resolved(of_line(line)), workspace.identity
-    return read_lines(args.prompts_file, resolved, identity, spec(args), *files)
+    defaults = spec(args)
+    return read_lines(
+        args.prompts_file,
+        lambda line: workspace.resolved(_job(args, defaults.updated(line))),
+        workspace.identity,
+        defaults,
+        encode_inputs.check,
+        folder,
+    )
 
 
 def _job(args: argparse.Namespace, job: Job) -> Job:

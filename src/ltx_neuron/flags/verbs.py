@@ -66,8 +66,7 @@ def add_run(parser: Parser) -> None:
     add("--neuron-gemma", **switch, help=help)
     help = "run the video VAE on the device (default: on the host's CPU)"
     add("--neuron-vae", **switch, help=help)
-    help = "for --two-stage and --upscale spatial|both"
-    add("--spatial-upsampler-path", **file, help=help)
+    add("--spatial-upsampler-path", **file, help="for --two-stage and --upscale spatial|both")
     help = "for --upscale temporal|both and --temporal-upsample-rounds"
     advanced(add("--temporal-upsampler-path", **file, help=help))
     help = "encode prompts again, without the contexts cached in --artifacts-dir"
@@ -87,8 +86,7 @@ def add_run(parser: Parser) -> None:
     help = "download missing weights and graphs from this store of `artifacts push`"
     advanced(add("--artifacts-url", metavar="URL", help=help))
     add = flags.group(parser, "video").add_argument
-    help = "many videos: one JSON object per line, with flags as keys"
-    add("--prompts-file", **file, help=help)
+    add("--prompts-file", **file, help="many videos: one JSON object per line, with flags as keys")
     help = "LTX-2.5: print the length that the duration head predicts, and make no video"
     advanced(add("--predict-duration", **switch, help=help))
     add = flags.group(parser, "output").add_argument

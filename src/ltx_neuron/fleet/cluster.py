@@ -48,7 +48,6 @@ class Needs(NamedTuple):
         return [(address, int(has.get(self.kind, 0) // self.count)) for address, has in nodes]
 
     def layout(self) -> str:
-        """A line about the replicas for which the cluster has room."""
         count = self.capacity()
         room = f"room for {count} replica{'s' * (count != 1)}"
         where = ", ".join(f"{room} on {address}" for address, room in self._rooms() if room)

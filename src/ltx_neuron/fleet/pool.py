@@ -37,8 +37,6 @@ _MAX_CALLS = 64  # concurrent calls of the queue's actor
 
 
 class _Member(NamedTuple):
-    """A replica: its name in the queue, its actor and start time."""
-
     name: str
     actor: Any
     began: float

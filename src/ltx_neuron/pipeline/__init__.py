@@ -329,7 +329,6 @@ class LTXPipeline(DiffusersWords):
 
 
 def _check_known(name: str, value, known: Iterable) -> None:
-    """Raise UserError for an unknown value."""
     if value not in (names := list(known)):
         raise UserError(f"{name}: unknown {value!r}; known: {', '.join(map(str, names))}")
 
@@ -394,7 +393,6 @@ def _weighted(value: Any, kind: Any) -> tuple:
 
 
 def _sound(audio: Any) -> dict[str, Any]:
-    """The fields of an input sound."""
     if not isinstance(audio, SoundCondition):
         return {"audio_path": audio}
     return {

@@ -211,8 +211,7 @@ class Api:
         if entry.status in OPEN:
             headers["openai-poll-after-ms"] = str(_POLL_MS[waits])
         ahead = self.queue.ahead_of(entry) if waits else None
-        content = video_object(entry, self.jobs.limits.keep_days, ahead)
-        return JSONResponse(content, headers=headers)
+        return JSONResponse(video_object(entry, self.jobs.limits.keep_days, ahead), headers=headers)
 
     def _entry(self, owner: str, id: str, param: str | None = None) -> Entry:
         entry = self.queue.get(owner, id)
@@ -294,7 +293,6 @@ class Api:
 
 
 def _add_routes(app: FastAPI, api: Api) -> None:
-    """The routes that a token opens."""
     owned = [Depends(api.authorize)]
     new = 400, 408, 409, 413, 415, 429, 507
     for method, path, function, answer, summary, errors in (
@@ -307,10 +305,10 @@ def _add_routes(app: FastAPI, api: Api) -> None:
             "Make a video and wait for it; disconnecting cancels it",
             (*new, 504),
         ),
-        ("POST", "/v1/videos/edits", api.unsupported, None, "", ()),
-        ("POST", "/v1/videos/extensions", api.unsupported, None, "", ()),
-        ("POST", "/v1/videos/characters", api.unsupported, None, "", ()),
-        ("POST", "/v1/videos/{id}/remix", api.unsupported, None, "", ()),
+        *(
+            ("POST", f"/v1/videos/{other}", api.unsupported, None, "", ())
+            for other in ("edits", "extensions", "characters", "{id}/remix")
+        ),
         ("GET", "/v1/videos", api.list, VideoList, "List your videos", (400, 404)),
         ("GET", "/v1/videos/{id}", api.retrieve, VideoObject, "Poll a video", (404,)),
         (

@@ -88,7 +88,6 @@ class Database:
             self._idle.pop().close()
 
     def read(self, sql: str, **values: Any) -> list[sqlite3.Row]:
-        """The rows of one statement."""
         with self._connected() as connection:
             return connection.execute(sql, values).fetchall()
 

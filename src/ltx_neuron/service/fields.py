@@ -80,6 +80,7 @@ def _file(value: Any) -> BinaryIO:
         raise ValueError("wanted data:image/png;base64,...") from None
 
 
+_File = Annotated[Any, BeforeValidator(_file)]
 _IMAGE_URL, _AUDIO_URL, _VIDEO_URL = (
     {"type": "string", "description": f"data:{example};base64,..."}
     for example in ("image/png", "audio/wav", "video/mp4")
@@ -100,17 +101,13 @@ class HeldImage(spec.Fields):
 class HeldSound(spec.Fields):
     """A sound, not yet decoded."""
 
-    file: Annotated[Any, BeforeValidator(_file), WithJsonSchema(_AUDIO_URL)] = Field(
-        validation_alias="audio_url"
-    )
+    file: Annotated[_File, WithJsonSchema(_AUDIO_URL)] = Field(validation_alias="audio_url")
 
 
 class HeldVideo(spec.Fields):
     """A video, not yet decoded."""
 
-    file: Annotated[Any, BeforeValidator(_file), WithJsonSchema(_VIDEO_URL)] = Field(
-        validation_alias="video_url"
-    )
+    file: Annotated[_File, WithJsonSchema(_VIDEO_URL)] = Field(validation_alias="video_url")
 
 
 class WeightedVideo(HeldVideo):
@@ -122,7 +119,7 @@ class WeightedVideo(HeldVideo):
 class WeightedReference(WeightedVideo):
     """A reference: a video, or a still image."""
 
-    file: Annotated[Any, BeforeValidator(_file), WithJsonSchema(_VIDEO_URL)] = Field(
+    file: Annotated[_File, WithJsonSchema(_VIDEO_URL)] = Field(
         validation_alias=AliasChoices("video_url", "image_url")
     )
 
@@ -215,8 +212,7 @@ def _finish_schema(schema: dict[str, Any], model: type[spec.Fields]) -> None:
         if field.get("default", ...) is None:
             del field["default"]
         if "description" in field:
-            description = field["description"].partition(" (default")[0]
-            field["description"] = with_field_names(description)
+            field["description"] = with_field_names(field["description"].partition(" (default")[0])
 
 
 class VideoRequest(spec.GuidanceFields, spec.DetailFields, spec.SamplingFields, RequestedSize):

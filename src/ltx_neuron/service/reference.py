@@ -28,7 +28,6 @@ def routes(described: dict[str, Any]) -> list[Route]:
 
 
 def page(described: dict[str, Any]) -> str:
-    """An OpenAPI description as HTML."""
     environment = Environment(autoescape=True, trim_blocks=True)
     environment.filters |= {"code": _code, "example": _example, "type": _type}
     return environment.from_string(_TEMPLATE.read_text()).render(described)

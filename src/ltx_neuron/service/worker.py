@@ -183,7 +183,6 @@ class Worker:
             raise Gone(entry.id)
 
     def _record_step(self, job: Job, stage: Stage, number: int) -> None:
-        """Record a step's time and, at intervals, a preview."""
         detail = self._details[id(job)]
         before = detail[TIMES].get(stage.name, [])[:number]
         ms = round(self.engine.recorder.last_step(stage.name), 3)

@@ -10,14 +10,10 @@ import pytest
 from helpers import one_thread  # noqa: F401
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-
-from ltx_neuron import errors
-from ltx_neuron.commands import dispatch
+from typed import ended
 
 
 def without(*prefixes: str) -> Callable[[Path], None]:
-    """Take tensors out of a file."""
-
     def change(path: Path) -> None:
         with safe_open(path, "pt") as file:
             metadata = file.metadata()
@@ -49,18 +45,14 @@ DIT, GEMMA = "model.diffusion_model.", "gemma/model.safetensors"
 # The broken file, how it is broken, words of the error, and flags of the job that reads it
 BROKEN = [
     ("checkpoint", cut, "truncated?", ""),
-    ("checkpoint", without("vae.decoder."), "the VideoDecoder", ""),
     ("checkpoint", without("audio_vae.decoder."), "the AudioDecoder", ""),
     ("checkpoint", without(f"{DIT}transformer_blocks.1."), "the files do not have", ""),
     ("checkpoint", without(f"{DIT}video_embeddings_connector."), "the text enc", ""),
     ("checkpoint", without("text_embedding_projection."), "the text projection is missing", ""),
     ("checkpoint", without("vae.encoder."), "the VideoEncoder", "--image {image}"),
     ("gemma/tokenizer.json", text, "cannot be loaded", ""),
-    (GEMMA, cut, "truncated?", ""),
     (GEMMA, without("language_model.model.layers.1."), "the text encoder's", ""),
-    ("lora", text, "lora.safetensors", "--lora {lora}"),
     ("lora", Path.unlink, "lora.safetensors", DEV),
-    ("spatial", cut, "truncated?", TWO_STAGE),
     ("temporal", Path.unlink, "no such file", UPSCALED),
     ("image", text, "image.png", "--image {image}"),
     ("image", text, "--audio-path", "--audio-path {image}"),
@@ -72,7 +64,6 @@ BROKEN = [
 
 @pytest.fixture
 def files(tiny, tmp_path) -> dict[str, Path]:
-    """A valid set of files of this test's own."""
     linked = {}
     for name, path in {
         "checkpoint": tiny.checkpoint,
@@ -97,14 +88,10 @@ def words(verb: str, files: dict[str, Path], flags: str, folder: Path) -> list[s
     return [verb, *(word.format(**files) for word in typed.split()), "--artifacts-dir", str(folder)]
 
 
-def ended(capsys, *words: str) -> tuple[int, str]:
+def told(capsys, *words: str) -> tuple[int, str]:
     """The exit code, and the first line of the error: of the doctor, of all that blocks."""
     capsys.readouterr()
-    code = 0
-    try:
-        errors.run(lambda: dispatch([*words]))
-    except SystemExit as end:
-        code = end.code or 0
+    code = ended(*words)
     printed = capsys.readouterr()
     if words[0] == "doctor" and code != 2:
         findings = json.loads(printed.out)["findings"]
@@ -122,11 +109,11 @@ def test_a_broken_file_is_refused_by_every_verb_with_the_same_sentence(
     # A plan and a preparation go the same way; parts that a file lacks are found by the same check.
     verbs = ("prepare", "plan") if breaks in (cut, text, Path.unlink) else ()
     typed = f"--gemma-root {files['gemma']} {flags}"
-    code, sentence = ended(capsys, *words("generate", files, typed, folder))
+    code, sentence = told(capsys, *words("generate", files, typed, folder))
     assert code == 2 and message in sentence
     for verb in verbs:
-        assert ended(capsys, *words(verb, files, typed, folder)) == (2, sentence)
-    code, findings = ended(capsys, *words("doctor", files, typed, folder))
+        assert told(capsys, *words(verb, files, typed, folder)) == (2, sentence)
+    code, findings = told(capsys, *words("doctor", files, typed, folder))
     assert code == 1 and sentence in findings
     assert not folder.exists()
 
@@ -140,4 +127,4 @@ def test_a_broken_file_is_refused_by_every_verb_with_the_same_sentence(
     ],
 )
 def test_a_whole_set_of_files_is_taken(files, tmp_path, capsys, verb, flags):
-    assert ended(capsys, *words(verb, files, flags, tmp_path / "artifacts")) == (0, "")
+    assert told(capsys, *words(verb, files, flags, tmp_path / "artifacts")) == (0, "")

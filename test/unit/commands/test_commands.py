@@ -1,6 +1,5 @@
 """ltx-neuron: its verbs, and how messages spell a command for whoever reads them."""
 
-import re
 import shlex
 import shutil
 import subprocess
@@ -11,9 +10,9 @@ import pytest
 from conftest import ROOT
 from engines import opened_workspace
 from printed import runs
-from typed import run
+from typed import ended, run
 
-from ltx_neuron import demo, errors, invocation
+from ltx_neuron import demo, invocation
 from ltx_neuron.commands import dispatch
 from ltx_neuron.commands.generate import arguments
 from ltx_neuron.errors import UserError
@@ -27,13 +26,6 @@ SCRIPTS = {
     "compile vae": "compile/compile_vae.py",
     "generate": "src/generate_ltx23.py",
 }
-
-
-def ended(*words: str) -> int:
-    """The exit code of ltx-neuron."""
-    with pytest.raises(SystemExit) as end:
-        errors.run(lambda: dispatch([*words]))
-    return end.value.code or 0
 
 
 def test_python_runs_the_package_as_the_program_and_nothing_typed_shows_the_verbs(capsys):
@@ -114,15 +106,3 @@ def test_a_command_is_spelled_for_the_program_or_for_python_as_the_run_was(tiny,
     monkeypatch.setattr(sys, "executable", str(tmp_path / "bin/python"))
     monkeypatch.setattr(sys, "argv", ["a program of the user's own"])
     assert invocation.command("plan") == f"{tmp_path}/bin/python -m ltx_neuron plan"
-
-
-def test_no_message_spells_a_command_by_itself():
-    """But for programs that are no verbs: tiny, those of the service, and lint in a checkout."""
-    package = ROOT / "src/ltx_neuron"
-    own = {"invocation.py", "__main__.py", "lint/lower.py", "tiny/__init__.py", "tiny/__main__.py"}
-    own |= {"service/picture.py", "service/media.py"}
-    spelled = re.compile(r"python (shards|compile|src)/|-m ltx_neuron|(shard|compile)_\w+\.py")
-    spelling = {
-        path.relative_to(package).as_posix() for path in package.rglob("*.py") if spelled.search(path.read_text())
-    }
-    assert spelling <= own

@@ -6,11 +6,11 @@ import pytest
 from engines import opened_workspace
 from helpers import picture_frames, tone, write_film, write_sound
 from jobs import make_job
+from typed import ended
 
-from ltx_neuron import errors, files, invocation
+from ltx_neuron import files, invocation
 from ltx_neuron.artifacts import build
 from ltx_neuron.artifacts.workspace import Workspace
-from ltx_neuron.commands import dispatch
 from ltx_neuron.commands.prepare import ArtifactGroup, Preparation, parts_of
 from ltx_neuron.config.profiles import resolve
 from ltx_neuron.engine.preflight import RunOptions
@@ -24,19 +24,10 @@ SMALL = Size(64, 64, 9)
 
 @pytest.fixture
 def job_flags(tiny, tmp_path) -> list[str]:
-    """The flags of a small job."""
     words = ["--checkpoint-path", str(tiny.checkpoint), "--gemma-root", str(tiny.gemma_root)]
     words += ["--artifacts-dir", str(tmp_path / "artifacts"), "--profile", "cpu"]
     words += ["--tp-degree", "1", "--dtype", "float32", "--recipe", "distilled"]
     return [*words, "--height", "64", "--width", "64", "--num-frames", "9"]
-
-
-def code_of(*words: str) -> int:
-    try:
-        errors.run(lambda: dispatch([*words]))
-    except SystemExit as end:
-        return end.code or 0
-    return 0
 
 
 def titles(workspace: Workspace, *jobs: Job, **options) -> list[str]:
@@ -108,7 +99,6 @@ def test_the_size_of_weights_is_known_before_they_are_written(tiny, tmp_path):
 
 
 def rows(preparation: Preparation) -> dict[str, str]:
-    """The table's lines by their parts."""
     lines = preparation.table().splitlines()
     return {
         part.title: line.removeprefix(part.title).strip()
@@ -160,24 +150,17 @@ def test_a_dry_run_writes_nothing_and_takes_flags_of_generate_and_the_lines_of_a
     write_film(tmp_path / "film.mkv", picture_frames(9, 64, 64, 3))
     lines = tmp_path / "lines.jsonl"
     lines.write_text('{"prompt": "a"}\n{"prompt": "b", "width": 96}\n')
-    for words, missing, size in (
-        (
-            [*job_flags, "--neuron-gemma", "--prompt", "rain", "--seed", "4", "--output-path", "a.mp4"],
-            4,
-            "64x64, 9 frames",
-        ),
-        ([*job_flags, "--prompts-file", str(lines)], 3, "64x96, 9 frames"),
+    without_size = job_flags[: job_flags.index("--height")]
+    for words, missing, width in (
+        ([*job_flags, "--neuron-gemma", "--prompt", "rain", "--seed", "4", "--output-path", "a.mp4"], 4, 64),
+        ([*job_flags, "--prompts-file", str(lines)], 3, 96),
         # Without saying which seconds are made anew.
-        ([*job_flags[: job_flags.index("--height")], "--video-path", str(tmp_path / "film.mkv")], 2, "64x64, 9 frames"),
+        ([*without_size, "--video-path", str(tmp_path / "film.mkv")], 2, 64),
     ):
-        assert code_of("prepare", *words, "--dry-run") == 0
+        assert ended("prepare", *words, "--dry-run") == 0
         printed = capsys.readouterr().out
-        assert printed.count("missing") == missing and f"DiT graphs, {size}" in printed
+        assert printed.count("missing") == missing and f"DiT graphs, 64x{width}, 9 frames" in printed
     assert not (tmp_path / "artifacts").exists()
-    assert code_of("prepare", "--help") == 0
-    listed = capsys.readouterr().out
-    assert "--two-stage" in listed and "--neuron-vae" in listed
-    assert not any(flag in listed for flag in ("--prompt ", "--seed", "--output-path", "--resume"))
 
 
 def test_what_cannot_be_generated_is_not_prepared(job_flags, tmp_path, capsys):
@@ -188,14 +171,14 @@ def test_what_cannot_be_generated_is_not_prepared(job_flags, tmp_path, capsys):
         (["--recipe", "dev", "--two-stage"], "needs --distilled-lora"),
         (["--num-workers", "0"], "wanted 1 or more"),
     ):
-        assert code_of("prepare", *job_flags, *flags) == 2
+        assert ended("prepare", *job_flags, *flags) == 2
         assert message in capsys.readouterr().err
 
 
 def test_a_disk_without_room_is_refused_before_anything_is_made(job_flags, tmp_path, monkeypatch, capsys):
     usage = files.shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(files.shutil, "disk_usage", lambda folder: usage)
-    assert code_of("prepare", *job_flags) == 2
+    assert ended("prepare", *job_flags) == 2
     printed = capsys.readouterr().err
     assert "the weights need" in printed and "1.0 kB free" in printed
     assert not (tmp_path / "artifacts").exists()
@@ -206,17 +189,6 @@ def test_one_that_is_stopped_says_how_to_go_on(job_flags, monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(build, "shard_weights", stop)
-    assert code_of("prepare", *job_flags) == 130
+    assert ended("prepare", *job_flags) == 130
     printed = capsys.readouterr().err
     assert f"to continue, type: {invocation.command('prepare', *job_flags)}" in printed
-
-
-def test_generate_and_batch_name_prepare_with_their_own_flags(job_flags, tmp_path, capsys):
-    lines = tmp_path / "lines.jsonl"
-    lines.write_text('{"prompt": "a"}\n')
-    for words, own in (
-        (["generate", *job_flags, "--seed", "4", "--prompt", "rain", "--output-path", str(tmp_path / "a.mp4")], []),
-        (["batch", *job_flags, str(lines), "--output-dir", str(tmp_path)], ["--prompts-file", str(lines)]),
-    ):
-        assert code_of(*words) == 2
-        assert f"Make them: {invocation.command('prepare', *own, *job_flags)}\n" in capsys.readouterr().err

@@ -8,10 +8,8 @@ import sys
 import pytest
 
 from ltx_neuron import command_line, errors, flags
-from ltx_neuron.artifacts.workspace import compiled_size
 from ltx_neuron.commands import _PARSERS, VERBS, dispatch
 from ltx_neuron.demo import ASSETS
-from ltx_neuron.files import MANIFEST, write_json
 from ltx_neuron.flags import verbs
 from ltx_neuron.serve.flags import build_parser as serve
 from ltx_neuron.tune.flags import build_parser as tune
@@ -57,6 +55,9 @@ generate JOB --profile gpu                  -> known: cpu, cuda
 generate --gemma-root G --checkpoint-path FOLDER --prompt x -> a folder without a transformer's file
 generate --checkpoint-path CKPT --gemma-root CKPT --prompt x --output-path o.mp4 -> needs the folder of Gemma3-12B | not nearest
 plan MODEL --jsn                            -> did you mean --json?
+prepare MODEL --blocks-per-graph 2          -> did you mean --profile-set blocks_per_graph=2?
+tune MODEL --turns 3                        -> did you mean --rounds 3?
+serve MODEL --turns 3                       -> unknown: --turns | not did you mean
 report out.mp4                              -> it is no text | --perf-dump-path FILE.json | not codec
 serve MODEL --host 0.0.0.0                  -> --new-token
 batch bad.jsonl MODEL --output-dir out      -> did you mean 'seed'? | did you mean 'prompt'?
@@ -65,7 +66,6 @@ ROWS = [re.split(r" +-> ", line, maxsplit=1) for line in MISTAKES.strip().splitl
 
 
 def answer(typed: str, capsys) -> str:
-    """What the command prints, which ends as a user's mistake."""
     with pytest.raises(SystemExit) as end:
         errors.run(lambda: dispatch(shlex.split(typed)))
     printed = capsys.readouterr()
@@ -157,26 +157,3 @@ def test_a_word_of_a_flag_that_is_typed_twice_is_printed_once():
     typed = ["--num-frames", "49", "--lora", "a", "1", "--num-frames", "97", "--lora", "b", "--prompt", "x"]
     words = words_of(verbs.generate(), typed, lambda dest: dest != "prompt")
     assert words == ["--num-frames", "97", "--lora", "a", "1", "--lora", "b"]
-
-
-def test_a_size_that_is_not_compiled_is_named_in_words_beside_the_compiled_ones(tmp_path):
-    common = f"{JOB} --profile cpu --tp-degree 1 --artifacts-dir {tmp_path} --two-stage"
-
-    def opened(frames: int):
-        args = verbs.generate().parse_args([*common.split(), "--num-frames", str(frames)])
-        args.recipe, args.height, args.width = "distilled", "128", "192"
-        workspace = flags.workspace(args, writes=False)
-        return workspace, workspace.resolved(flags.job(args))
-
-    workspace, job = opened(49)
-    for need in workspace.dit_graphs(job.buckets, job):
-        manifest = {"identity": need.identity, "sizes": [compiled_size(job)]}
-        write_json(workspace.folder(need) / MANIFEST, manifest)
-    workspace, job = opened(97)
-    with pytest.raises(errors.UserError) as error:
-        workspace.dit_program_for(job, job.stages[0])
-    assert str(error.value).startswith(
-        f"this job's size is not compiled in {tmp_path}\n"
-        "  needed: 192x128 (width x height), 97 frames, two stages\n"
-        "  compiled: 192x128 (width x height), 49 frames, two stages\nMake them: "
-    )

@@ -58,7 +58,6 @@ def commands(page: str) -> list[list[str]]:
 
 
 def with_values(line: str, values: dict[str, str]) -> str:
-    """A line with the values of its variables, which may have variables too."""
     while known := [name for name in re.findall(r"\$([A-Z_]+)", line) if name in values]:
         line = line.replace(f"${known[0]}", values[known[0]])
     return line
@@ -111,7 +110,6 @@ def script_in(words: list[str]) -> tuple[str, ...] | None:
 
 
 def problems_of(words: list[str]) -> list[str]:
-    """What a command names that does not exist."""
     shown = shlex.join(words)
     files = [word for word in words[1:] if re.fullmatch(r"[a-z_0-9/-]+\.(py|txt)", word)]
     problems = [f"{shown}: no file {name}" for name in files if not (ROOT / name).is_file()]
@@ -154,7 +152,6 @@ def test_every_command_names_a_script_that_exists_and_flags_that_it_knows(page):
 
 
 def test_a_command_that_does_not_exist_is_found():
-    """Commands of all pages, and mistakes in them."""
     shown = [shlex.join(words) for page in PAGES for words in commands(page)]
     assert "make demo" in shown and sum(command.startswith("ltx-neuron generate") for command in shown) > 10
     assert not [command for command in shown if re.search(r"\$(CKPT|MODEL|GEMMA)", command)]
@@ -206,11 +203,6 @@ def test_every_failure_that_the_trainium_page_explains_is_one_that_the_code_says
     assert [code for code in numbers if not neuron_errors.known(code)] == []
 
 
-def test_a_section_of_the_readme_that_a_message_names_is_there():
-    named = re.findall(r"README, ([A-Z][\w ]*\w)", texts_of_the_code())
-    assert len(named) >= 2 and {*named} <= {*re.findall(r"^## (.*)$", text_of("README.md"), re.MULTILINE)}
-
-
 def test_the_readme_and_the_readers_path_are_short_and_pages_name_the_followed_release():
     assert len(text_of("README.md").splitlines()) <= README_LINES
     _, _, section = text_of("docs/architecture.md").partition("\n## A reader's path\n")
@@ -219,14 +211,6 @@ def test_the_readme_and_the_readers_path_are_short_and_pages_name_the_followed_r
     assert 5 <= len(files) <= PATH_FILES and sum(lines.values()) <= PATH_LINES, lines
     for page in ("README.md", "docs/recipes.md", "CHANGELOG.md"):
         assert f"release {FOLLOWED}" in text_of(page)
-
-
-def test_the_recipes_begin_with_a_list_of_all_sections_in_their_order():
-    contents, _, _ = text_of("docs/recipes.md").partition("\n- ")[2].partition("\n## ")
-    sections = headings("docs/recipes.md", "##")
-    assert sections[0] == "before-you-begin"
-    linked = [name for name in re.findall(r"\]\(#([^)]+)\)", contents) if name in sections]
-    assert linked == sections[1:]
 
 
 def test_the_table_of_benchmarks_lists_every_script_and_every_result():

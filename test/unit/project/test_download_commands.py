@@ -11,17 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from hub_server import Hub, use
+from hub_server import GEMMA, LTX, released
 from printed import runs
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from typed import ended
 
-from ltx_neuron import errors
-from ltx_neuron.commands import dispatch
 from ltx_neuron.hub import RELEASE_FILES, NotDownloaded, local_path, no_downloads
 
-LTX, LATER = "Lightricks/LTX-2.3", "Lightricks/LTX-2.5"
-GEMMA = "google/gemma-3-12b-it-qat-q4_0-unquantized"
+LATER = "Lightricks/LTX-2.5"
 PUBLISHED = RELEASE_FILES[LTX]
 CHECKPOINT, ROOT, SPATIAL = "--checkpoint-path", "--gemma-root", "--spatial-upsampler-path"
 VIDEO, AUDIO, HEAD = "--video-vae-path", "--audio-vae-path", "--duration-head-path"
@@ -30,22 +28,9 @@ SIZE = ["--height", "64", "--width", "64", "--num-frames", "9", "--tp-degree", "
 
 @pytest.fixture
 def home(tiny, split, tmp_path, monkeypatch) -> Path:
-    """An empty folder to work in, and a hub with the released repositories of tiny files."""
-    files = {
-        PUBLISHED["distilled"]: tiny.checkpoint,
-        PUBLISHED["dev"]: tiny.checkpoint,
-        PUBLISHED["spatial"]: tiny.spatial_upsampler,
-        PUBLISHED["temporal"]: tiny.temporal_upsampler,
-        PUBLISHED["lora"]: tiny.lora,
-    }
-    later = {str(path.relative_to(split.folder)): path for path in split if path != split.image}
-    hub = Hub({LTX: files, LATER: later, GEMMA: {path.name: path for path in tiny.gemma_root.iterdir()}})
-    use(hub, monkeypatch, tmp_path)
-    (tmp_path / "home").mkdir()
-    monkeypatch.chdir(tmp_path / "home")
-    yield tmp_path / "home"
-    hub.shutdown()
-    hub.server_close()
+    with released(tiny, monkeypatch, tmp_path) as hub:
+        hub.repos[LATER] = {str(path.relative_to(split.folder)): path for path in split if path != split.image}
+        yield tmp_path / "home"
 
 
 class Files:
@@ -90,7 +75,6 @@ class Files:
         return name
 
     def part(self, name: str, *without: str) -> str:
-        """The checkpoint without some of its tensors."""
         tensors = load_file(self.tiny.checkpoint)
         kept = {key: tensor for key, tensor in tensors.items() if not key.startswith(without)}
         return self.tensors(name, kept, self.metadata)
@@ -137,7 +121,6 @@ class Files:
         return folder
 
     def within(self, name: str) -> str:
-        """The folder of a file."""
         return str(Path(name).parent)
 
 
@@ -209,19 +192,10 @@ def names_of(cases: list[Case]) -> list[str]:
     return [f"{number} {flag} {words}" for number, (flag, _, words) in enumerate(cases)]
 
 
-def ended(capsys, words: list[str]) -> tuple[int, str]:
-    capsys.readouterr()
-    try:
-        errors.run(lambda: dispatch(words))
-    except SystemExit as end:
-        return end.code or 0, capsys.readouterr().err
-    return 0, ""
-
-
 def prepared(capsys, values: dict, *words: str) -> tuple[int, str]:
-    """The exit code and the error of a dry run of prepare."""
     typed = [str(word) for pair in values.items() for word in pair]
-    return ended(capsys, ["prepare", "--dry-run", *SIZE, *typed, *words])
+    capsys.readouterr()
+    return ended("prepare", "--dry-run", *SIZE, *typed, *words), capsys.readouterr().err
 
 
 def downloaded(monkeypatch, command: str) -> str:
@@ -298,18 +272,6 @@ def test_of_ltx_2_5_what_a_printed_command_downloads_is_taken(
     values = {CHECKPOINT: split.distilled, ROOT: split.text_encoder, VIDEO: split.video_vae}
     values |= {AUDIO: split.audio_vae, SPATIAL: split.spatial_upsampler, HEAD: split.duration_head}
     check(capsys, monkeypatch, home, values | {flag: make(Files(tiny, split))}, flag, message)
-
-
-@pytest.mark.parametrize("kind", [VIDEO, AUDIO, ROOT])
-def test_a_transformer_of_2_5_alone_names_the_download_of_its_parts(kind, home, tiny, split, capsys, monkeypatch):
-    values = {CHECKPOINT: Files(tiny, split).copy("mine.safetensors", split.distilled)}
-    values |= {ROOT: split.text_encoder, VIDEO: split.video_vae, AUDIO: split.audio_vae}
-    del values[kind]
-    code, error = prepared(capsys, values, "--recipe", "distilled")
-    assert code == 2 and f"Type {kind} FILE" in error, error
-    (command,) = re.findall(r"hf download .+", error)
-    values[kind] = downloaded(monkeypatch, command)
-    assert prepared(capsys, values, "--recipe", "distilled") == (0, "")
 
 
 @runs(

@@ -1,4 +1,4 @@
-"""benchmarks/lib/harness.py: ways that take turns, and the file of results."""
+"""benchmarks/lib/harness.py: the numbers of a run, and the file of results."""
 
 import csv
 import json
@@ -7,14 +7,6 @@ import re
 import sys
 
 from lib import harness
-
-
-def test_ways_take_turns_and_cold_ones_do_not_count(capsys):
-    order = []
-    turns = harness.take_turns({name: lambda n=name: order.append(n) or n for name in "ab"}, 3)
-    assert order == ["a", "b"] * 4
-    assert all(len(taken.seconds) == len(taken.cpu) == 3 for taken in turns.values())
-    assert [taken.result for taken in turns.values()] == ["a", "b"]
 
 
 def test_numbers_are_the_last_line_and_recorded_without_paths_when_that_is_asked_for(tmp_path, monkeypatch, capsys):
@@ -40,9 +32,3 @@ def test_the_published_results_are_numbers_with_what_they_were_measured_on():
     assert tuple(head) == harness.COLUMNS and len(rows) > 20
     assert all(len(row) == len(head) and all(row) for row in rows)
     assert all(math.isfinite(float(row[-1])) for row in rows)
-
-
-def test_every_benchmark_ends_by_the_harness():
-    scripts = [*harness.RESULTS.parent.glob("*.py")]
-    assert len(scripts) > 10
-    assert [path.name for path in scripts if " finish(" not in path.read_text()] == []

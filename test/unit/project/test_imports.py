@@ -1,7 +1,6 @@
 """What importing the package loads, and limits on files and functions; import contracts are in pyproject.toml."""
 
 import ast
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,16 +19,7 @@ NEURON = {"torch_neuronx", "neuronx_distributed", "libneuronxla", "neuronxcc", "
 MOST_TOP_MODULES, MOST_FUNCTION_LINES = 9, 64
 
 
-def module_name(path: Path) -> str:
-    """ltx_neuron.weights.lora for src/ltx_neuron/weights/lora.py, the package for __init__.py."""
-    return ".".join(path.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__")
-
-
-MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
-
-
 def test_the_package_has_few_modules_at_its_top_and_no_function_is_long():
-    """Counted from the first statement after the docstring to the last line."""
     modules = sorted(path.name for path in PACKAGE.glob("[!_]*.py"))
     assert len(modules) <= MOST_TOP_MODULES, modules
     long = []
@@ -48,37 +38,6 @@ def test_no_statement_is_excepted_from_formatting_and_only_benchmarks_change_the
     outside = [path for path in PYTHON_FILES if not path.is_relative_to(ROOT / "test")]
     changing = [path.relative_to(ROOT) for path in outside if "sys.path" in path.read_text()]
     assert changing == [Path("benchmarks/lib/__init__.py")]
-
-
-def imported_at_once(tree: ast.AST) -> set[str]:
-    """Top-level packages that importing a module imports."""
-    packages, nodes = set(), [tree]
-    while nodes:
-        node = nodes.pop()
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            continue
-        nodes += ast.iter_child_nodes(node)
-        if isinstance(node, ast.Import):
-            packages |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            packages.add(node.module.partition(".")[0])
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
-            packages |= {arg.value.partition(".")[0] for arg in node.args if isinstance(arg, ast.Constant)}
-    return packages
-
-
-def test_neuron_is_imported_only_when_used():
-    """Where, the contracts of pyproject.toml say."""
-    for code in (
-        "import nki.x as y",
-        "class A:\n from nki import z",
-        "import_module('nki.x')",
-        "g = __import__('nki')",
-    ):
-        assert imported_at_once(ast.parse(code)) & NEURON == {"nki"}, code
-    assert not imported_at_once(ast.parse("def f():\n import nki\ng = lambda: __import__('nki')")) & NEURON
-    packages = {path: imported_at_once(ast.parse(path.read_text())) & NEURON for path in SOURCES}
-    assert [path for path in SOURCES if packages[path]] == []
 
 
 def loaded_by(code: str, *names: str) -> set[str]:
@@ -115,31 +74,3 @@ def test_the_package_gives_the_pipeline_and_no_other_name():
     assert ltx_neuron.LTXPipeline is LTXPipeline and "LTXPipeline" in dir(ltx_neuron)
     with pytest.raises(AttributeError, match="module 'ltx_neuron' has no attribute 'LTXPipelin'"):
         ltx_neuron.LTXPipelin  # noqa: B018
-
-
-def test_a_script_finds_the_installed_package(monkeypatch):
-    monkeypatch.delenv("PYTHONPATH")
-    code = "import ltx_neuron; print(ltx_neuron.__file__)"
-    package = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/")
-    if package.stdout.strip() != str(PACKAGE / "__init__.py"):
-        pytest.skip("this checkout is not installed: pip install -e .")
-    script = ROOT / "shards/shard_backbone_weights.py"
-    process = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True)
-    assert process.returncode == 0 and "--verify" in process.stdout, process.stderr
-
-
-# What one module does for all others, and what shows that another does it by itself.
-ONE_PLACE = {
-    "files are written whole": (r"os\.replace|\"\.partial", {"files"}),
-    "folders are locked": (r"flock", {"files"}),
-    "versions are looked up": (r"importlib\.metadata|import metadata", {"machine"}),
-    "the system's errors are put in words": (r"error\.strerror", {"errors"}),
-    "the tensor-parallel degree is chosen": (r"tp_degree (is None|or )", {"config.profiles"}),
-}
-
-
-@pytest.mark.parametrize("what", ONE_PLACE)
-def test_what_all_modules_need_is_done_in_one_place(what):
-    pattern, places = ONE_PLACE[what]
-    modules = {module for module, path in MODULES.items() if re.search(pattern, path.read_text())}
-    assert modules - {f"ltx_neuron.{place}" for place in places} == set()

@@ -17,12 +17,10 @@ from unittest import mock
 import pytest
 from conftest import QUICK, ROOT
 from helpers import made_film, one_thread, tone, write_sound  # noqa: F401
-from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 from printed import marked, printed, runs
+from typed import parser_of
 
 from ltx_neuron.backends import environment
-from ltx_neuron.command_line import Parser
 from ltx_neuron.commands import VERBS, dispatch
 from ltx_neuron.config import profiles
 from ltx_neuron.errors import UserError
@@ -151,7 +149,6 @@ REMEDIES = dict(line.split(" <- ") for line in TYPED.splitlines())
 
 @pytest.fixture(scope="module")
 def paths(tiny, split, tmp_path_factory) -> dict[str, Path]:
-    """The files of the commands."""
     folder = tmp_path_factory.mktemp("printed")
     made_film(folder / "film.mp4", 25, 64, 64)
     stored = (tone(48000, 0.5) * 2**15).short().T.reshape(1, -1).contiguous().numpy()
@@ -165,7 +162,6 @@ def paths(tiny, split, tmp_path_factory) -> dict[str, Path]:
 
 
 def command_of(line: str, paths: dict[str, Path]) -> tuple[list[str], list[str]]:
-    """A verb's words, and what REMEDIES has behind =>."""
     typed, _, remedy = line.partition(" => ")
     verb, *words = shlex.split(typed)
     left_out = {word[1:] for word in words if word[0] == "~"}
@@ -179,7 +175,6 @@ def command_of(line: str, paths: dict[str, Path]) -> tuple[list[str], list[str]]
 
 
 def printed_by(words: list[str], capsys) -> str:
-    """What a command prints until it is refused, or would begin its work."""
     refused = ""
     try:
         dispatch(words)
@@ -230,22 +225,6 @@ def plain(message: str) -> str:
     return re.sub(r"\s+", " ", message)
 
 
-class Taken(Exception):
-    """A parser has taken its words."""
-
-
-def taken(words: list[str]) -> None:
-    """Pass a command's words to its real parser, and stop there. Fails if it refuses them."""
-    parse = Parser.parse_args
-
-    def parse_alone(self, *arguments):
-        parse(self, *arguments)
-        raise Taken
-
-    with mock.patch.object(Parser, "parse_args", parse_alone), pytest.raises(Taken):
-        dispatch(words)
-
-
 @pytest.mark.parametrize("page", PAGES)
 def test_every_command_of_a_block_of_a_page_is_taken_by_its_parser(page):
     """With its values; test_docs.py looks for the names of flags alone, also in sentences."""
@@ -253,7 +232,7 @@ def test_every_command_of_a_block_of_a_page_is_taken_by_its_parser(page):
         shown = commands(page)
     for words in shown:
         if words[0] == PROGRAM and "--help" not in words:
-            taken(words[1:])
+            parser_of(words[1:], parses=True)
 
 
 @runs(
@@ -275,11 +254,10 @@ def test_the_examples_of_every_help_are_taken_by_its_parser(verb, capsys):
             dispatch([*filter(None, [verb, model]), "--help"])
         shown = capsys.readouterr().out.replace("\\\n", " ")
         for line in re.findall(rf"^ *{PROGRAM} (\w.*)", shown, re.MULTILINE):
-            taken(shlex.split(line))
+            parser_of(shlex.split(line), parses=True)
 
 
 def ran(line: str, *more: object) -> None:
-    """Run a command of ltx-neuron that was printed, in this process."""
     words = shlex.split(line)
     verb = next(at for at, word in enumerate(words) if word in VERBS)
     dispatch([*words[verb:], *map(str, more)])
@@ -332,29 +310,12 @@ def test_a_service_for_other_machines_is_taken_with_the_token_that_is_printed(ti
     assert Tokens.load(tmp_path / "empty.json").hashes
 
 
-def test_what_pip_is_told_to_install_is_there_to_be_installed():
-    """And, of a package that this project wants, a version that it takes."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *(package for extra in extras.values() for package in extra)]
-    own = {package.name: package.specifier for package in map(Requirement, wanted)}
-    pins = dict(re.findall(r"^([\w-]+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.M))
-    sentences = {command.text for command in printed() if ": pip install" in command.key}
-    lines = [line for text in sentences for line in re.findall(r"pip install ([^;)\n]+)", text)]
-    shown = [shlex.split(line) for line in lines if "…" not in line]
-    shown += [words[2:] for page in PAGES for words in commands(page) if words[0] == "pip"]
-    asked = [word for words in shown for word in words if re.match(r"\w", word)]
-    assert len(asked) > 10
-    for word in {*asked} - {"set", "global.extra-index-url", "install", "NAME"}:
-        needed = Requirement(word)
-        if needed.name == project["name"]:
-            assert needed.extras <= extras.keys(), word
-        elif needed.specifier:
-            (version, *_) = re.findall(r"[\d.]+\d", str(needed.specifier))
-            known = own.get(needed.name) or SpecifierSet(f"=={pins.get(needed.name)}")
-            assert version in known or needed.specifier == known, word
-    local = [word for words in shown for word in words if word.startswith(".[")]
-    assert local and all({*word[2:-1].split(",")} <= extras.keys() for word in local)
+def test_the_extras_that_pip_is_told_to_install_exist():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    lines = [line for command in printed() for line in re.findall(r"pip install ([^;)\n]+)", command.text)]
+    lines += [shlex.join(words[2:]) for page in PAGES for words in commands(page) if words[0] == "pip"]
+    named = {name for line in lines for some in re.findall(r"\[([a-z,]+)\]", line) for name in some.split(",")}
+    assert {"serve", "fleet"} <= named <= extras.keys()
 
 
 @runs("backends/environment.py:cores: unset", "backends/environment.py:cores: export")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ltx_neuron.errors import UserError
-from ltx_neuron.serve.__main__ import build_parser, check, database
+from ltx_neuron.serve.__main__ import build_parser, check, database, main
 from ltx_neuron.service.server import addresses, check_port
 
 
@@ -44,15 +44,10 @@ def test_only_this_machine_is_served_without_a_token(tmp_path, host):
 
 def test_a_port_or_host_that_cannot_be_served_is_refused_before_anything_starts(tmp_path):
     words = ["--checkpoint-path", "CKPT", "--gemma-root", "DIR", "--data-dir", str(tmp_path)]
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
+    with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        command = [sys.executable, "-m", "ltx_neuron.serve", *words, "--port", str(port)]
-        process = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        assert process.returncode == 2 and process.stdout == ""
-        assert process.stderr.startswith(f"error: --port {port} of --host 127.0.0.1: Address already in use\n")
-        assert "--port 0" in process.stderr and "Traceback" not in process.stderr
+        with pytest.raises(UserError, match=f"--port {port} of --host 127.0.0.1: Address already in use\n.*--port 0"):
+            main([*words, "--port", str(port)])
         assert not [*tmp_path.iterdir()]  # no queue, and no lock
     check_port("127.0.0.1", port)  # now it is free
     for port in ("-1", "65536"):

@@ -35,7 +35,6 @@ def post_form(service: Service, **fields) -> Got:
 
 
 def accepted(service: Service, **fields) -> str:
-    """The id of a job of these fields."""
     got = post_json(service, **fields)
     assert got.status == 200, got.body
     return json.loads(got.body)["id"]
@@ -50,7 +49,6 @@ def video_of(service: Service, id: str) -> dict:
 
 
 def claimed(service: Service) -> Entry:
-    """The next job, as a worker claims it."""
     (entry,) = service.queue.claim("w", service.queue.next_batch_key(), 1)
     return entry
 

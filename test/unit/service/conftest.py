@@ -15,7 +15,6 @@ def service(tmp_path):
 
 @pytest.fixture(scope="session")
 def files(tmp_path_factory) -> dict[str, bytes]:
-    """Files of each kind by their names."""
     folder = tmp_path_factory.mktemp("files")
     samples = (tone(8000, 6.0) * 2**15).short().T.reshape(1, -1).contiguous().numpy()
     write_sound(folder / "sound.wav", samples, 8000, "pcm_s16le", "stereo", "s16")

@@ -7,7 +7,6 @@ from io import BytesIO
 
 import pytest
 from conftest import ROOT
-from hypothesis import given, settings, strategies
 
 pytest.importorskip("fastapi", reason="the extra is not installed: pip install -e .[serve]")
 
@@ -19,7 +18,7 @@ from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.spec import GuidanceFields, JobFields, LoraFields
 from ltx_neuron.service import fields as request_fields
 from ltx_neuron.service.api_error import ApiError
-from ltx_neuron.service.fields import KNOWN, UNSUPPORTED, HeldImage, VideoRequest, read_request
+from ltx_neuron.service.fields import KNOWN, HeldImage, VideoRequest, read_request
 from ltx_neuron.service.jobs import job_of
 from ltx_neuron.service.sizes import RequestedSize
 
@@ -45,7 +44,6 @@ def upload() -> UploadFile:
 
 
 def spellings():
-    """Bodies that ask for the same."""
     yield {"width": 768, "height": 512}, {"size": "auto", "width": 768, "height": "512"}
     numbers = {"num_frames": 121, "frame_rate": 24.0, "two_stage": True}
     yield numbers, {"num_frames": "121", "fps": "24", "two_stage": "true", "size": "", "seconds": None}
@@ -74,20 +72,15 @@ def test_a_request_has_the_size_the_job_and_the_files_that_it_names():
     job = request.job.replaced(recipe="dev")
     assert (job.prompt, job.seed, job.negative_prompt) == (PROMPT["prompt"], 5, "rain")
     assert job.guidance.video.cfg_scale == 2.5 and job.guidance.video.stg_blocks == (1, 2)
-    request = read(input_reference=upload(), images=[IMAGE | {"frame": -1, "strength": 0.5, "crf": 20}])
+    request = read(input_reference=upload(), images=[IMAGE | {"frame": -1, "strength": 0.5, "crf": 20}] * 7)
     last = HeldImage(image_url=PNG_URL, frame=-1, strength=0.5, crf=20)
-    assert request.held == {"input_reference": HeldImage(image_url=PNG_URL), "images[0]": last}
-    assert last.data == b"picture"
+    assert request.held["input_reference"] == HeldImage(image_url=PNG_URL)
+    assert request.held["images[6]"] == last and last.data == b"picture"
     request = read(video_conditioning=[VIDEO | {"strength": 0.5}, VIDEO], audio_reference=upload())
-    files = [(file.param, file.field, file.kind, file.held.file.read()) for file in request.media]
-    assert files == [
-        ("audio_reference", "audio_path", "audio", b"picture"),
-        ("video_conditioning[0]", "video_conditioning", "video", b"picture"),
-        ("video_conditioning[1]", "video_conditioning", "video", b"picture"),
+    assert [(file.param, file.held.file.read()) for file in request.media] == [
+        (name, b"picture") for name in ("audio_reference", "video_conditioning[0]", "video_conditioning[1]")
     ]
     assert [file.held.strength for file in request.media[1:]] == [0.5, 1.0]
-    assert read(lora_set="anime").lora_set == "anime"
-    assert len(read(images=[IMAGE] * 7, input_reference=PNG_URL).held) == 8
 
 
 def test_requests_that_differ_in_any_field_or_file_have_other_digests():
@@ -120,7 +113,6 @@ REFUSALS = [
     ({"prompt": "x" * 1_000_000}, "prompt_too_long", "prompt", "got 1000000 characters"),
     *(({"seconds": value}, INVALID, "seconds", "") for value in ("nan", "inf", True, "1" * 400)),
     ({"size": ["768x512"]}, INVALID, "size", "WIDTHxHEIGHT"),
-    ({"num_frames": 9.5}, INVALID, "num_frames", ""),
     ({"video_stg_blocks": "[1"}, INVALID, "video_stg_blocks", "JSON"),
     ({"images": "[" * 100_000}, INVALID, "images", "JSON"),
     *(({name: NESTED_LISTS}, INVALID, name, "") for name in ("seed", "video_stg_blocks", "model")),
@@ -137,24 +129,18 @@ REFUSALS = [
     ),
     ({"input_reference": "/etc/passwd"}, NOT_SUPPORTED, "input_reference", "only data URLs"),
     ({"seconds": "5", "num_frames": 121}, INVALID, "seconds", "set the same value"),
-    ({"fps": 24, "frame_rate": 24}, INVALID, "frame_rate", "set the same value"),
     ({"size": "64x64", "width": 64}, INVALID, "size", "set the same value"),
-    ({"input_reference": PNG_URL, "image_reference": PNG_URL}, INVALID, "image_reference", "set the same value"),
     ({"seed": 1, "extra_params": {"seed": 2}}, INVALID, "seed", "leave one out"),
     ({"images[]": [], "images": []}, INVALID, "images", "sent twice"),
     ({"video_reference": PNG_URL, "video_reference[a]": 1}, INVALID, "video_reference", "as a value and as an object"),
     ({"images": [{"path": "/etc/passwd"}]}, INVALID, "images[0]", "images[0].image_url"),
-    ({"images": [IMAGE, {"frame": 1}]}, INVALID, "images[1]", "images[1].image_url"),
     ({"images": [IMAGE | {"frame": -2}]}, INVALID, "images[0]", "images[0].frame"),
     ({"input_reference": {"image_url": "data:image/png;base64,%%"}}, INVALID, "input_reference", "base64"),
-    ({"input_reference": "data:image/png,AAAA"}, INVALID, "input_reference", "base64"),
     ({"audio_reference": VIDEO}, INVALID, "audio_reference", "audio_url"),
     ({"video_conditioning": [VIDEO | {"strength": 2}]}, INVALID, "video_conditioning[0]", "strength"),
     ({"images": [IMAGE] * 8, "input_reference": PNG_URL}, INVALID, "images", "got 9 images in all"),
     # A list is refused before its values are looked at, and not repeated in the message.
     ({"images": json.dumps([IMAGE] * 16)}, INVALID, "images", "images: got 16 values, wanted at most 8"),
-    ({"images": ["x"] * 100_000}, INVALID, "images", "images: got 100000 values, wanted at most"),
-    ({"audio_stg_blocks": json.dumps(["x"] * 100_000)}, INVALID, "audio_stg_blocks", "got 100000 values, wanted"),
 ]
 
 
@@ -168,27 +154,6 @@ def test_a_refusal_names_the_field_as_it_was_sent_and_has_a_code_and_a_short_mes
     assert (error.status, error.code, error.param) == (400, code, param) and words in error.message
     assert len(error.message) < (500 if code != UNKNOWN else 4000)
     assert json.dumps(error.content, ensure_ascii=False).encode()  # also characters that UTF-8 lacks
-
-
-NAMES = [*sorted(KNOWN), "extra_params", *UNSUPPORTED, "nonsense", "", "a" * 100]
-ENDS = [None, True, 0, -1, 1e308, 0.5, "", "7", "{}", "[[]]", PNG_URL, "x" * 40]
-# JSON values: lists and objects within each other, under names that requests have.
-NESTED = strategies.recursive(
-    strategies.sampled_from(ENDS),
-    lambda value: (
-        strategies.lists(value, max_size=3) | strategies.dictionaries(strategies.sampled_from(NAMES), value, max_size=3)
-    ),
-)
-BODIES = strategies.dictionaries(strategies.sampled_from(sorted(KNOWN)), NESTED, min_size=1)
-
-
-@settings(deadline=None)
-@given(BODIES | strategies.dictionaries(strategies.sampled_from(NAMES), NESTED, max_size=3))
-def test_a_body_however_nested_is_read_or_refused_and_nothing_else(body):
-    try:
-        read(**body)
-    except ApiError as refusal:
-        assert refusal.status == 400
 
 
 def test_every_field_of_a_job_can_be_sent_but_files_by_their_paths_and_loras_by_theirs():
@@ -228,7 +193,6 @@ def test_the_schema_of_a_body_has_every_field_with_its_limits():
         assert limits.items() <= described.items(), name
     assert not any("default:" in field.get("description", "") for field in fields.values())
     image = schema["$defs"]["HeldImage"]["properties"]
-    assert set(image) == {"image_url", "frame", "strength", "crf"}
     assert (image["strength"]["maximum"], image["crf"]["anyOf"][0]["maximum"]) == (1, 51)
     kinds = [(kind["type"], kind.get("format")) for kind in fields["input_reference"]["anyOf"]]
     assert {("object", None), ("string", None), ("string", "binary")} <= set(kinds)

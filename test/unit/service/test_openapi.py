@@ -2,15 +2,12 @@
 
 import json
 import re
-from io import BytesIO
 
 import pytest
 from conftest import ROOT
-from hypothesis import given, settings, strategies
 
 pytest.importorskip("fastapi", reason="the extra is not installed: pip install -e .[serve]")
 
-from starlette.datastructures import UploadFile
 
 from ltx_neuron.service.api_error import ERRORS, ApiError
 from ltx_neuron.service.fields import VideoRequest, read_request
@@ -40,78 +37,38 @@ def operations(described: dict):
             yield method.upper(), path, operation
 
 
-BEYOND = {"minimum": -1, "exclusiveMinimum": 0, "maximum": 1, "exclusiveMaximum": 0}
 NOT_TEXT = "integer", "number", "boolean", "array"
 SCHEMA = VideoRequest.model_json_schema()
+# The value at a limit, and the one beyond it, from the limit on.
+AT = {"minimum": (0, -1), "exclusiveMinimum": (1, 0), "maximum": (0, 1), "exclusiveMaximum": (-1, 0)}
 
 
-def outside(schema: dict) -> list:
-    """Values just outside a field's limits, and of another type than any that it takes."""
+def at_limits(schema: dict) -> tuple[list, list]:
+    """Values at a field's limits, and just beyond them or of another type than any that it takes."""
     kinds = [kind for kind in schema.get("anyOf", [schema]) if kind.get("type") != "null"]
-    values = [kind[limit] + sign for kind in kinds for limit, sign in BEYOND.items() if limit in kind]
-    values += ["x" * (kind["maxLength"] + 1) for kind in kinds if "maxLength" in kind]
-    values += [[{}] * (kind["maxItems"] + 1) for kind in kinds if "maxItems" in kind]
+    limits = [(kind[limit], signs) for kind in kinds for limit, signs in AT.items() if limit in kind]
+    within = [value for kind in kinds for value in kind.get("enum", ())] + [limit + at for limit, (at, _) in limits]
+    beyond = [limit + over for limit, (_, over) in limits]
+    beyond += ["x" * (kind["maxLength"] + 1) for kind in kinds if "maxLength" in kind]
+    beyond += [[{}] * (kind["maxItems"] + 1) for kind in kinds if "maxItems" in kind]
     no_text = any("enum" in kind or kind.get("type") in NOT_TEXT for kind in kinds)
-    values += ["x"] * (no_text or any(not re.search(kind.get("pattern", ""), "x") for kind in kinds))
-    return values + [{"a": {}}, [[]]]
+    beyond += ["x"] * (no_text or any(not re.search(kind.get("pattern", ""), "x") for kind in kinds))
+    return within, [*beyond, {"a": {}}, [[]]]
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEMA["properties"] if name != "extra_params"])
-def test_values_outside_the_schema_are_refused_by_their_fields_name(name):
-    for value in outside(SCHEMA["properties"][name]):
+def test_a_field_takes_values_up_to_the_limits_of_its_schema_and_refuses_those_beyond_by_its_name(name):
+    within, beyond = at_limits(SCHEMA["properties"][name])
+    for value in within:
+        request = read_request({"prompt": "waves", "extra_params": {name: value}})
+        assert request.digest == read_request({"prompt": "waves", name: value}).digest
+    for value in beyond:
         with pytest.raises(ApiError) as caught:
             read_request({"prompt": "waves"} | {name: value})
         error = caught.value
         assert (error.status, error.code in ERRORS[400]) == (400, True)
         assert error.param.partition("[")[0] == name and error.message.startswith(name)
         assert len(json.dumps(error.content)) < 500
-
-
-def of_schema(schema: dict):
-    """A strategy of the values that a schema describes."""
-    if "$ref" in schema:
-        return of_schema(SCHEMA["$defs"][schema["$ref"].rpartition("/")[2]])
-    if "anyOf" in schema:
-        return strategies.one_of(*map(of_schema, schema["anyOf"]))
-    if "enum" in schema:
-        return strategies.sampled_from(schema["enum"])
-    low, high = schema.get("minimum", schema.get("exclusiveMinimum")), schema.get("maximum")
-    ends = {"exclude_min": "exclusiveMinimum" in schema, "exclude_max": "exclusiveMaximum" in schema}
-    match schema.get("type"):
-        case "integer":
-            high, step = schema.get("exclusiveMaximum", (high or 2**40) + 1) - 1, schema.get("multipleOf", 1)
-            return strategies.integers(None if low is None else -(-low // step), high // step).map(lambda n: n * step)
-        case "number":
-            high = schema.get("exclusiveMaximum", 1e6 if high is None else high)
-            return strategies.floats(-1e6 if low is None else low, high, allow_nan=False, **ends)
-        case "string" if "data:" in schema.get("description", ""):
-            return strategies.just("data:image/png;base64,AAAA")
-        case "string" if schema.get("format") == "binary":
-            return strategies.builds(lambda: UploadFile(BytesIO(b"file")))
-        case "string" if "pattern" in schema:
-            return strategies.from_regex(schema["pattern"], fullmatch=True).filter(lambda text: len(text) <= 12)
-        case "string":
-            return strategies.text(max_size=min(12, schema.get("maxLength", 12)))
-        case "array":
-            return strategies.lists(of_schema(schema["items"]), max_size=min(3, schema.get("maxItems", 3)))
-        case "object" if "properties" in schema:
-            fields = {name: of_schema(field) for name, field in schema["properties"].items()}
-            required = {name: fields.pop(name) for name in schema.get("required", ())}
-            return strategies.fixed_dictionaries(required, optional=fields)
-        case "boolean":
-            return strategies.booleans()
-    return strategies.none()
-
-
-@pytest.mark.parametrize("name", [name for name in SCHEMA["properties"] if name not in ("prompt", "extra_params")])
-def test_a_value_within_the_schema_is_read(name):
-    @settings(max_examples=15, deadline=None)
-    @given(of_schema(SCHEMA["properties"][name]))
-    def check(value):
-        request = read_request({"prompt": "waves", "extra_params": {name: value}})
-        assert request.digest == read_request({"prompt": "waves", name: value}).digest
-
-    check()
 
 
 def test_every_example_of_a_body_is_accepted_and_fits_its_schema(studio, files):
@@ -132,7 +89,6 @@ def test_every_example_of_a_body_is_accepted_and_fits_its_schema(studio, files):
             videos[name] = json.loads(got.body)
             send(studio, "DELETE", f"{VIDEOS}/{videos[name]['id']}")
     assert (videos["dev recipe"]["recipe"], videos["keyframes"]["size"]) == ("dev", SIZE)
-    assert videos["extend"]["num_frames"] == 57 + 48
     waits = described["paths"]["/v1/videos/sync"]["post"]
     assert waits["requestBody"]["content"] == kinds
 
@@ -179,7 +135,6 @@ def test_the_description_is_valid_and_has_what_is_answered_and_every_error_with_
             for status in set(answers) - {"200"}:
                 codes = re.findall(r"`(\w+)`", answers[status]["description"])
                 assert tuple(codes) == ERRORS[int(status)]
-    assert {"400", "409", "413", "429", "507"} <= set(paths[VIDEOS]["post"]["responses"])
 
 
 def test_the_documented_codes_are_those_of_the_service():

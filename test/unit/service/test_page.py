@@ -2,14 +2,12 @@
 
 import json
 import re
-import tomllib
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("fastapi", reason="the extra is not installed: pip install -e .[serve]")
 
-from conftest import ROOT
 
 from ltx_neuron.service import page
 from ltx_neuron.service.fields import KNOWN
@@ -68,7 +66,6 @@ def test_without_a_token_the_page_shows_nothing_of_the_service_but_its_schema(se
 
 
 def signed_in(service, **headers) -> bytes:
-    """The cookie that a browser keeps of a sign-in."""
     got = send(service, "POST", "/session", **{"origin": OWN} | headers)
     assert (got.status, json.loads(got.body)) == (200, {"owner": "ada"})
     return got.headers[b"set-cookie"]
@@ -149,8 +146,3 @@ def test_requests_of_other_sites_and_without_a_page_are_refused(service, tmp_pat
     with opened(tmp_path) as without_page:
         for path in (*FILES, "/session"):
             assert get(without_page, path).error["code"] == "not_found"
-
-
-def test_the_pages_files_go_with_the_package():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert "web/*" in project["tool"]["setuptools"]["package-data"]["ltx_neuron.service"]

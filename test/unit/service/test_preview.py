@@ -2,6 +2,7 @@
 
 from io import BytesIO
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -51,32 +52,18 @@ def test_a_preview_is_a_small_picture_of_the_videos_shape_also_of_latents_that_a
         assert (image.format, image.size) == ("JPEG", (256, 171))
 
 
-class Engine:
+def counting(folder) -> SimpleNamespace:
     """What Previews asks of an engine, with counted answers."""
-
-    def __init__(self, folder):
-        self.fits, self.reads = 0, 0
-        self.workspace = SimpleNamespace(artifacts=folder, checkpoint=SimpleNamespace(fingerprint="f"))
-        self.host = SimpleNamespace(encode_image=self.encode_image)
-        self.stage_run = SimpleNamespace(
-            video=patchify_video(torch.randn(1, 128, 2, 2, 3)),
-            latent_shape=(2, 2, 3),
-            video_latent=self.video_latent,
-            predicted_video=lambda: None,
-        )
-
-    def encode_image(self, pixels: torch.Tensor) -> torch.Tensor:
-        self.fits += 1
-        return encode(pixels)
-
-    def video_latent(self) -> torch.Tensor:
-        self.reads += 1
-        return torch.randn(1, 128, 2, 2, 3)
+    run = SimpleNamespace(video=patchify_video(torch.randn(1, 128, 2, 2, 3)), latent_shape=(2, 2, 3))
+    run.video_latent, run.predicted_video = Mock(side_effect=lambda: torch.randn(1, 128, 2, 2, 3)), lambda: None
+    workspace = SimpleNamespace(artifacts=folder, checkpoint=SimpleNamespace(fingerprint="f"))
+    host = SimpleNamespace(encode_image=Mock(side_effect=encode))
+    return SimpleNamespace(workspace=workspace, host=host, stage_run=run)
 
 
 @pytest.fixture
 def engine(tmp_path):
-    return Engine(tmp_path)
+    return counting(tmp_path)
 
 
 def shown(engine, *steps) -> list[bool]:
@@ -91,11 +78,12 @@ def shown(engine, *steps) -> list[bool]:
 
 def test_slow_steps_are_read_back_once_each_and_two_fast_ones_for_a_picture(engine):
     assert all(shown(engine, *((1.0, STAGE, number) for number in range(STAGE.steps))))
-    assert engine.reads == STAGE.steps
-    engine.reads = 0
+    read = engine.stage_run.video_latent
+    assert read.call_count == STAGE.steps
+    read.reset_mock()
     pictures = shown(engine, *((0.1, STAGE, number) for number in range(8)))
     # The first step's latents begin on the host; then none for 0.25 s, and one to compare with: 1, 4, 5 and 8.
-    assert [number for number, picture in enumerate(pictures) if picture] == [0, 4] and engine.reads == 4
+    assert [number for number, picture in enumerate(pictures) if picture] == [0, 4] and read.call_count == 4
 
 
 def test_a_samplers_own_prediction_is_shown_and_nothing_is_read_back(engine):
@@ -104,7 +92,7 @@ def test_a_samplers_own_prediction_is_shown_and_nothing_is_read_back(engine):
     engine.stage_run.predicted_video = lambda: clean
     previews = Previews(engine, lambda: 1.0)
     assert previews.after_step(STAGE, 5) == preview.picture(preview.middle(clean), previews.matrix)
-    assert engine.reads == 0 and previews.after_step(STAGE, 6) is None  # too soon
+    assert not engine.stage_run.video_latent.called and previews.after_step(STAGE, 6) is None  # too soon
 
 
 def test_a_stage_or_a_job_is_not_compared_with_the_latents_of_the_one_before(engine):
@@ -115,18 +103,19 @@ def test_a_stage_or_a_job_is_not_compared_with_the_latents_of_the_one_before(eng
 
 
 def test_a_checkpoint_without_an_encoder_has_no_previews_which_is_said(engine, capsys):
-    def missing(pixels):
-        raise UserError("no tensors of the video encoder")
-
-    engine.host.encode_image = missing
+    engine.host.encode_image = Mock(side_effect=UserError("no tensors of the video encoder"))
     assert preview.previews_of(engine) is None
     assert "no previews: no tensors" in capsys.readouterr().out
 
 
 def test_the_matrix_is_fitted_once_for_a_checkpoint_and_again_where_its_file_is_damaged(tmp_path):
-    first, second, third = Engine(tmp_path), Engine(tmp_path), Engine(tmp_path)
+    first, second, third = (counting(tmp_path) for _ in range(3))
     matrix = Previews(first).matrix
-    assert torch.equal(Previews(second).matrix, matrix) and first.fits and not second.fits
+    assert (
+        torch.equal(Previews(second).matrix, matrix)
+        and first.host.encode_image.called
+        and not second.host.encode_image.called
+    )
     (file,) = (tmp_path / "preview").iterdir()
     file.write_text('{"matrix": [[1, 2, 3]]}')
-    assert torch.equal(Previews(third).matrix, matrix) and third.fits
+    assert torch.equal(Previews(third).matrix, matrix) and third.host.encode_image.called

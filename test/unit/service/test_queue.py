@@ -11,7 +11,7 @@ from contextlib import closing
 
 import pytest
 from fuzz import times
-from helpers import exit_code, forked
+from helpers import exit_code, forked, wait_for
 
 from ltx_neuron.service.periodic import run_periodically
 from ltx_neuron.service.queue import Entry, KeyUsed, NewJob, Queue, QueueFull, Room
@@ -43,7 +43,6 @@ def queue(tmp_path):
 
 
 def submit(queue: Queue, owner: str = "ada", batch_key: str = "small", room: Room = UNLIMITED, **fields) -> Entry:
-    """Submit a job whose folder holds a file, as the API does."""
     id = queue.new_id()
     queue.folder_of(id).mkdir()
     (queue.folder_of(id) / "input.png").write_bytes(b"picture")
@@ -56,7 +55,6 @@ def claim(queue: Queue, worker: str = "w1", batch_key: str = "small", count: int
 
 
 def begin(queue: Queue, **fields) -> Entry:
-    """A new job of which a worker has reported a step."""
     submit(queue, **fields)
     (entry,) = claim(queue)
     assert queue.report(entry, 1)
@@ -97,15 +95,11 @@ def test_an_owner_reaches_no_job_of_another_owner_and_no_path_by_an_id(queue, id
             queue.folder_of(id)
 
 
-@pytest.mark.parametrize("newest_first", [True, False])
-def test_pages_follow_each_other_in_both_orders(queue, newest_first):
-    numbers = [submit(queue).number for _ in range(5)]
-    listed, after, more = [], None, True
-    while more:
-        entries, more = queue.page("ada", after, limit=2, newest_first=newest_first)
-        listed += [entry.number for entry in entries]
-        after = listed[-1]
-    assert listed == sorted(numbers, reverse=newest_first)
+def test_pages_follow_each_other_in_both_orders(queue):
+    first, second, third = (submit(queue) for _ in range(3))
+    for newest_first, order in ((True, [third, second, first]), (False, [first, second, third])):
+        assert queue.page("ada", limit=2, newest_first=newest_first) == (order[:2], True)
+        assert queue.page("ada", order[1].number, 2, newest_first) == (order[2:], False)
 
 
 EARLIER_SCHEMA = """
@@ -254,26 +248,24 @@ def test_a_restarted_machine_or_worker_of_the_data_folder_frees_all_earlier_jobs
     assert claim(queue, "w3")[0].crash_count == entry.crash_count + 1 == 2
 
 
-ENDS = {
-    "another worker claims it": lambda queue, entry: claim(queue, "w2"),
-    "it is completed": lambda queue, entry: queue.complete(entry),
-    "it failed": lambda queue, entry: queue.fail(entry, "internal_error", "x"),
-    "it has crashed too often": lambda queue, entry: queue.release_worker("w1", crashed=True),
-}
-
-
-@pytest.mark.parametrize("how", ENDS)
-def test_partial_files_of_a_killed_worker_go_with_the_next_change_of_its_job(queue, how):
-    entry, pid = begin(queue), os.getpid()
-    folder = queue.folder_of(entry.id)
-    partials = f".video.mp4.{pid}-0a.partial", f".thumbnail.jpg.{pid + 1}-2c.partial", f".a.{pid}-3d.partial.mp4"
-    for name in (*partials, "video.resume.safetensors"):
-        (folder / name).touch()
-    if how == "another worker claims it":
+def test_partial_files_of_a_killed_worker_go_with_the_next_change_of_its_job(queue):
+    def claimed_by_another(entry: Entry) -> None:
         queue.monotonic.now += queue.lease + 1
-    queue.max_crashes = 1 if "crashed" in how else 2
-    ENDS[how](queue, entry)
-    assert {path.name for path in folder.iterdir()} == {"input.png", "video.resume.safetensors"}
+        assert claim(queue, "w2") != []
+        queue.max_crashes = 1
+
+    for change in (
+        queue.complete,
+        lambda entry: queue.fail(entry, "internal_error", "x"),
+        claimed_by_another,
+        lambda entry: queue.release_worker("w1", crashed=True),  # too often
+    ):
+        entry = begin(queue)
+        folder = queue.folder_of(entry.id)
+        for name in (".video.mp4.1-0a.partial", ".a.1-3d.partial.mp4", "video.resume.safetensors"):
+            (folder / name).touch()
+        change(entry)
+        assert {path.name for path in folder.iterdir()} == {"input.png", "video.resume.safetensors"}
 
 
 def test_a_waiting_job_goes_at_once_and_a_running_one_when_its_worker_releases_it_or_dies(queue):
@@ -313,16 +305,15 @@ def test_a_folder_without_a_job_is_swept_after_an_hour_and_no_other_folder(queue
     orphan, entry, other = queue.folder_of(queue.new_id()), submit(queue), queue.folder / "notes"
     orphan.mkdir()
     other.mkdir()
-    for seconds, exists in ((3500, True), (3700, False)):
+    for seconds in (3500, 3700):
         queue.clock.now = time.time() + seconds
         queue.sweep(FAR, FAR)
-        assert orphan.exists() == exists
+        assert orphan.exists() == (seconds < 3600)
     assert other.exists() and queue.folder_of(entry.id).exists()
 
 
 def work(folder, name: str) -> None:
-    """What a worker does, without an engine: two stages a job, each noted in the job's folder. No
-    database is open where a process forks: SQLite's locks would not be those of either."""
+    """What a worker does, without an engine: two stages a job, each noted in the job's folder."""
     queue = Queue(folder / "queue.sqlite", folder / "jobs", lease=5)
     while queue.counts()["queued"] + queue.counts()["in_progress"]:
         for entry in queue.claim(name, "small", 2):
@@ -366,20 +357,18 @@ def test_workers_killed_at_any_moment_lose_no_job_and_end_none_twice(tmp_path):
 
 
 def test_a_periodic_task_continues_after_an_error_and_ends_with_its_block(capsys):
-    calls, three = [], threading.Event()
+    calls = []
 
     def function() -> None:
         calls.append(1)
-        if len(calls) == 3:
-            three.set()
         raise OSError("away for a moment")
 
     with run_periodically(function, 0.01, "test"):
-        assert three.wait(10)
+        wait_for(lambda: len(calls) >= 3)
+    assert "OSError: away for a moment" in capsys.readouterr().err
     ended = len(calls)
     time.sleep(0.05)
     assert len(calls) == ended
-    assert "OSError: away for a moment" in capsys.readouterr().err
 
 
 def test_a_transaction_that_reads_first_waits_for_the_one_that_writes(queue):

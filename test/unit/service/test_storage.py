@@ -6,7 +6,6 @@ import json
 import os
 import resource
 import shlex
-import shutil
 import socket
 import sqlite3
 import subprocess
@@ -45,11 +44,6 @@ def halve(path: Path) -> None:
 
 def empty(path: Path) -> None:
     os.truncate(path, 0)
-
-
-def replace(path: Path) -> None:
-    path.rename(path.with_name("other"))
-    path.write_bytes(path.with_name("other").read_bytes())
 
 
 def write_at(path: Path, place: int = 0) -> None:
@@ -94,10 +88,8 @@ ANSWERS = {
     "locked": (locked, 503, "storage_unavailable", True),
     "disk fails": (disk_fails, *FAILED),
     "emptied": (damaged(empty), *FAILED),
-    "cut": (damaged(halve, checkpoint=True), *FAILED),
     "overwritten": (damaged(write_at, checkpoint=True), *FAILED),
     "deleted": (damaged(Path.unlink), *FAILED),
-    "replaced": (damaged(replace), *FAILED),
     "log deleted": (damaged(lambda path: os.unlink(f"{path}-wal")), *FAILED),
 }
 
@@ -156,7 +148,6 @@ def on_small_disk(folder: Path, function) -> None:
 
 
 def fill(folder: Path) -> None:
-    """Write a file until the disk is full."""
     with open(folder / "others", "ab", 0) as file, suppress(OSError):
         while True:
             file.write(bytes(2**12))
@@ -209,20 +200,6 @@ def test_the_reserve_leaves_a_nearly_full_disk_alone(tmp_path):
             assert 0 < held < RESERVE and free.f_bavail * free.f_frsize > RESERVE - 2**21
 
     on_small_disk(tmp_path, check)
-
-
-def test_a_queue_that_cannot_be_opened_on_a_full_disk_reports_a_full_disk(tmp_path):
-    killed_service(tmp_path / "before", keep_log=False)
-    (tmp_path / "disk").mkdir()
-
-    def check() -> None:
-        shutil.copy(tmp_path / "before/queue.sqlite", tmp_path / "disk")
-        fill(tmp_path / "disk")
-        with pytest.raises(StorageError) as caught:
-            Queue(tmp_path / "disk/queue.sqlite", tmp_path / "before/jobs")
-        assert caught.value.errno == errno.ENOSPC
-
-    on_small_disk(tmp_path / "disk", check)
 
 
 def killed_service(folder: Path, keep_log: bool) -> str:
@@ -324,18 +301,10 @@ BODY = json.dumps({"prompt": "waves", "size": SIZE}).encode()
 PART = b'--b\r\nContent-Disposition: form-data; name="prompt"\r\n\r\nwa'
 
 
-@pytest.mark.parametrize(
-    ("path", "kind", "length", "body"),
-    [
-        (b"/v1/videos/sync", b"application/json", len(BODY), BODY),
-        (b"/v1/videos", b"application/json", len(BODY), BODY[:9]),
-        (b"/v1/videos/sync", FORM, 9999, PART),
-    ],
-    ids=["waits", "half a JSON", "half a form"],
-)
-def test_a_client_that_goes_away_leaves_no_job_and_no_traceback(service, path, kind, length, body, capfd):
-    lines = [b"POST %s HTTP/1.1" % path, b"Host: localhost", b"Content-Type: " + kind]
-    lines += [b"Authorization: Bearer " + service.token, b"Content-Length: %d" % length]
+@pytest.mark.parametrize(("kind", "body"), [(b"application/json", BODY), (b"application/json", BODY[:9]), (FORM, PART)])
+def test_a_client_that_goes_away_leaves_no_job_and_no_traceback(service, kind, body, capfd):
+    lines = [b"POST /v1/videos/sync HTTP/1.1", b"Host: localhost", b"Content-Type: " + kind]
+    lines += [b"Authorization: Bearer " + service.token, b"Content-Length: %d" % (len(BODY) if body == BODY else 9999)]
     with listening(service) as address:
         with socket.create_connection(address, timeout=20) as client:
             client.sendall(b"\r\n".join([*lines, b"", body]))
