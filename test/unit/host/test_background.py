@@ -108,12 +108,12 @@ def test_a_thread_that_begins_while_workers_are_made_has_the_usual_number_of_thr
     """A clip's latents are upsampled while the last one's frames and sound are decoded, each by workers of its
     own: with another number of threads, the video would have other bits."""
     torch.set_num_threads(3)
-    over, counts = threading.Event(), []
+    over, counts, own = threading.Event(), [], set()
 
     def make_workers() -> None:
         while not over.is_set():
-            with Workers(2):
-                pass
+            with Workers(2) as workers:
+                workers.map(lambda _: own.add(torch.get_num_threads()), range(4))
             counts.append(torch.get_num_threads())
 
     with Background() as one, Background() as two:
@@ -121,7 +121,7 @@ def test_a_thread_that_begins_while_workers_are_made_has_the_usual_number_of_thr
         counts += [result_of(torch.get_num_threads) for _ in range(200)]
         over.set()
         assert not [wait_for(future) for future in futures if future.exception()]
-    assert {*counts} == {3}
+    assert ({*counts}, own) == ({3}, {1})
 
 
 # --- what is made ahead ---------------------------------------------------------------------------

@@ -341,14 +341,6 @@ def test_long_clips_are_encoded_in_tiles_by_the_ranks_but_an_ic_loras_references
     assert reference.encoded_clips[0].whole and not dub.encoded_clips[0].whole
 
 
-def test_a_mono_voice_of_a_dubbed_clip_is_used_for_both_channels(host, tiny, tmp_path, capsys, monkeypatch):
-    sound = Sound(tone(16000, 0.5)[:1], 16000)
-    monkeypatch.setattr("ltx_neuron.host.encode_inputs.read_sound", lambda *a: sound)
-    path = write_film(tmp_path / "clip.mkv", picture_frames(9, 64, 96, 3))
-    encode(host, dubbed(tiny, path, 9))
-    assert f"--reference-video {path}: mono sound, used for both" in capsys.readouterr().out
-
-
 # --- references -----------------------------------------------------------------------------------
 
 

@@ -106,16 +106,6 @@ def test_a_spectrogram_equals_ltx_cores(decoders, frames, monkeypatch):
     assert not ours(broken).isfinite().all()
 
 
-@KERNELS
-@pytest.mark.parametrize("work, most", [(0, 4), (10, 64)])
-def test_spans_of_graphs_are_seamless(vocoders, decoders, monkeypatch, work, most):
-    expected = vocoders[0](mel(60)), decoders[0](latent(50))
-    monkeypatch.setattr(sound, "MORE_WORK", work)
-    monkeypatch.setattr(sound, "MOST_SPANS", most)
-    assert rel(vocoders[1](mel(60)), expected[0]) < ROUNDING
-    assert rel(decoders[1](latent(50)), expected[1]) < 3e-6
-
-
 @pytest.mark.parametrize("length", [1, 60, 61, 1000])
 @pytest.mark.parametrize("reach", [(0, 0), (33, 0), (20, 17)])
 def test_spans_cover_a_length_without_gaps_and_read_what_they_depend_on(length, reach):

@@ -16,7 +16,7 @@ from ltx_neuron.host.vae import HostVideoModel, host_encoder
 BOUND = 1e-5  # from ltx-core in float32; a frame, pixel or channel in the wrong place leaves 0.1
 BFLOAT16 = Arithmetic(torch.bfloat16)
 # Latent frames, rows and columns: one frame, 9 frames, odd sides.
-SIZES = [(1, 1, 1), (1, 3, 2), (2, 3, 1), (3, 3, 5), (4, 1, 3)]
+SIZES = [(1, 1, 1), (2, 3, 1), (3, 3, 5)]
 # Steps alone: a quick encoder that still sees over the borders of tiles.
 STEPS = [
     ["compress_space_res", {"multiplier": 1}],
@@ -52,15 +52,6 @@ def test_another_order_of_blocks_is_followed(monkeypatch, frames):
     assert rel(ours(clip), encoder(clip)) < BOUND
 
 
-def test_a_later_frame_changes_no_earlier_latent():
-    encoder, clip = host_like(ltx_encoder()), pixels(3, 1, 2)
-    changed = clip.clone()
-    changed[:, :, 9] += 1  # the first frame of the third latent
-    before, after = encoder(clip), encoder(changed)
-    assert torch.equal(after[:, :, :2], before[:, :, :2])
-    assert rel(after[:, :, 2], before[:, :, 2]) > 0.01
-
-
 # 14 latent frames are two tiles in time, 25 columns two in width, which overlap.
 @pytest.mark.parametrize("size", [(14, 1, 1), (2, 1, 25)], ids=str)
 def test_a_clip_in_tiles_is_blended_as_of_ltx_cores_encoder(size):
@@ -73,39 +64,12 @@ def test_a_clip_in_tiles_is_blended_as_of_ltx_cores_encoder(size):
     assert rel(theirs, whole) > 10 * BOUND, "tiles do not show in this clip"
 
 
-def bfloat16_encoders(**changes) -> tuple[nn.Module, nn.Module]:
-    """ltx-core's encoder with weights that bfloat16 holds, in float32 and in bfloat16."""
-    half, exact = ltx_encoder(**changes).bfloat16(), ltx_encoder(**changes)
-    exact.load_state_dict(half.state_dict())
-    return exact, half
-
-
 @pytest.mark.parametrize("size", SIZES[1:], ids=str)  # the first has too few numbers to say
 def test_bfloat16_is_no_further_from_float32_than_ltx_cores_own(size):
-    exact, half = bfloat16_encoders()
-    clip = pixels(*size)
+    half, exact, clip = ltx_encoder().bfloat16(), ltx_encoder(), pixels(*size)
+    exact.load_state_dict(half.state_dict())
     expected = exact(clip)
     theirs = rel(half(clip.bfloat16()), expected)
     latents = host_like(half, BFLOAT16)(clip.bfloat16())
     assert latents.dtype == torch.float32
     assert 0 < rel(latents, expected) <= theirs
-
-
-def test_bfloat16_weights_and_pixels_are_computed_with_in_float32():
-    exact, half = bfloat16_encoders()
-    clip = pixels(2, 2, 2)
-    assert rel(host_like(half)(clip.bfloat16()), exact(clip)) < BOUND
-
-
-def test_twice_the_same_clip_gives_the_same_bits():
-    for arithmetic in (Arithmetic(), BFLOAT16):
-        encoder, clip = host_like(ltx_encoder(), arithmetic), pixels(2, 2, 3)
-        assert torch.equal(encoder(clip), encoder(clip))
-
-
-def test_weights_are_shared_with_the_encoder_that_they_are_of():
-    encoder = ltx_encoder()
-    ours = host_like(encoder).weights
-    given = {f"encoder.{name}": weight for name, weight in encoder.state_dict().items()}
-    assert ours.keys() == given.keys()
-    assert all(ours[name].data_ptr() == weight.data_ptr() for name, weight in given.items())

@@ -463,13 +463,7 @@ def test_what_cannot_be_merged_is_refused_by_its_name(tiny, tmp_path, change, me
     assert len(str(error.value).splitlines()) <= 3
 
 
-def test_every_problem_of_a_file_is_listed_and_another_models_file_in_three_lines(tiny, tmp_path):
-    tensors = load_file(tiny.lora)
-    del tensors[f"{COMFY_QUERY}{UP}"]
-    tensors |= zeros(f"{BLOCK_99}{DOWN}", f"{COMFY_QUERY}.weight")
-    with pytest.raises(UserError) as error:
-        merged(tiny, (written(tmp_path, tensors), 1.0))
-    assert len(str(error.value).splitlines()) == 4
+def test_another_models_file_is_refused_in_three_lines(tiny, tmp_path):
     for layer in ("lora_unet_blocks_{}_self_attn_q", "diffusion_model.transformer_blocks.{}.attn1.to_q"):
         other = {key: tensor for n in range(40) for key, tensor in pair(layer.format(n), 48, 48).items()}
         with pytest.raises(UserError) as error:

@@ -240,7 +240,6 @@ REFUSED = {
     "zero": ({"weight_scale": torch.tensor(0.0)}, BOTH, BAD.format("0.0")),
     "one a row": ({"weight_scale": torch.ones(8)}, BOTH, f"{STORED} with a weight_scale of shape [8], wanted one"),
     "whole numbers": ({"weight_scale": torch.tensor(1)}, BOTH, "weight_scale is stored as I64, which"),
-    "missing, as metadata say": ({"weight_scale": None, "input_scale": None}, BOTH, MISSING),
     "missing, as input_scale says": ({"weight_scale": None}, "", MISSING),
     "missing, as others say": ({"weight_scale": None, "input_scale": None}, "", MISSING),
     "without a weight": ({"weight": None}, BOTH, f"exists, but {QUERY}.weight is missing"),
@@ -248,18 +247,12 @@ REFUSED = {
     "two scales": ({"scale_weight": torch.tensor(1.0)}, BOTH, "both a weight_scale and a scale_weight"),
     "mxfp8": ({}, MXFP8, 'weight is quantised as {"format": "mxfp8"}, not implemented'),
     "rotated": ({"comfy_quant": note(**FORMAT, convrot=True)}, BOTH, "true}, not implemented"),
-    "float8 as int8": ({"comfy_quant": note(**INT8)}, BOTH, '"convrot_groupsize": 256}, not implemented'),
     "a damaged note": ({"comfy_quant": note(**FORMAT)[:-1]}, BOTH, "comfy_quant is not a JSON object"),
     "blocks": ({"weight_scale_inv": torch.ones(1, 1)}, BOTH, "is of an unknown layout"),
 }
 REFUSED_INT8 = {
     "a scale of 0": ({"weight_scale": torch.zeros(8, 1)}, "not a finite number above 0"),
-    "a scale of NaN": ({"weight_scale": torch.full((8, 1), torch.nan)}, "not a finite number above 0"),
     "flat scales": ({"weight_scale": torch.ones(8)}, "scale of shape [8], wanted [8, 1] or one"),
-    "groups of 32": (
-        {"comfy_quant": note(**INT8 | {"convrot_groupsize": 32})},
-        "'convrot_groupsize': 32} with shape [8, 256], not implemented",
-    ),
     "wide groups": ({"comfy_quant": note(**WIDE)}, "with shape [8, 256], not implemented"),
     "four bits": ({"comfy_quant": note(format="convrot_w4a4")}, '"convrot_w4a4"}, not implemented'),
     "another field": ({"comfy_quant": note(**INT8, zero_point=1)}, "not implemented"),
