@@ -1,7 +1,6 @@
 """The tiny assets have the released format, at any size, and take no other files' place."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tiny import TinySizes, assets_in, make_tiny
-from tiny.__main__ import main
 from tiny.config import released_config
 from tiny.weights import DIFFUSION
 
@@ -71,16 +69,6 @@ def test_other_sizes_are_loaded_strictly_by_ltx_core_and_by_transformers(tmp_pat
     assert all(state.isfinite().all() and state.float().std(dim=1).mean() > 0.1 for state in hidden)  # no two alike
 
 
-def test_config_overrides_reach_the_metadata_and_the_weights(tmp_path):
-    overrides = {"transformer": {"num_layers": 1, "rope_type": "interleaved"}}
-    assets = make_tiny(tmp_path, config_overrides=overrides, model_version="2.0.0")
-    actual = metadata(assets.checkpoint)
-    transformer = json.loads(actual["config"])["transformer"]
-    assert actual["model_version"] == "2.0.0" and transformer["num_attention_heads"] == 4
-    assert transformer.items() >= overrides["transformer"].items()
-    assert not any("transformer_blocks.1." in name for name in load_file(assets.checkpoint) if "connector" not in name)
-
-
 def test_the_same_seed_gives_the_same_bytes_and_another_seed_or_size_replaces_them(tiny, tmp_path):
     make_tiny(tmp_path / "again")
     folder = tiny.image.parent
@@ -93,16 +81,6 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_or_size_replaces_th
     assert sorted((tmp_path / "again").iterdir()) == sorted(assets) and not (assets.gemma_root / "stale").exists()
     for file in (file for file in files if file.suffix == ".safetensors"):
         assert (tmp_path / "again" / file).read_bytes() != first[file], file
-
-
-def test_an_interrupted_run_leaves_no_file_under_its_final_name(tmp_path, monkeypatch):
-    def interrupt():
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("tiny.picture", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        make_tiny(tmp_path)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_directory_that_holds_a_real_gemma_is_refused(tmp_path):
@@ -126,11 +104,3 @@ def test_sizes_the_models_cannot_have_are_refused_before_anything_is_written(siz
     with pytest.raises(UserError, match=message):
         make_tiny(tmp_path / "tiny", TinySizes(**sizes))
     assert not (tmp_path / "tiny").exists()
-
-
-def test_the_command_prints_paths_and_sizes(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["tiny", str(tmp_path / "tiny"), "--layers", "1"])
-    main()
-    printed = capsys.readouterr().out
-    assert all(str(path) in printed for path in assets_in(tmp_path / "tiny"))
-    assert "layers=1 heads=4" in printed

@@ -76,6 +76,9 @@ def test_the_cost_of_a_run_is_the_sum_over_its_calls_and_the_largest_peak(tmp_pa
     assert total["flops"] == 2 * costs["chain2"]["flops"] + costs["chain5"]["flops"]
     # x, and the latent that is returned too
     assert Manifest(tmp_path).upload_bytes() == 2 * BYTES
+    with fake_process_group(2):
+        counted = cost(trace(Program({"chain": Chain(1, 2)}, {}, INPUTS, {"y": ROWS}), "chain", torch.float32))
+    assert (counted["collectives"], counted["collective_bytes"]) == (1, BYTES)
 
 
 def test_the_file_of_a_graph_is_the_same_whenever_and_wherever_it_is_made(tmp_path):
@@ -83,13 +86,6 @@ def test_the_file_of_a_graph_is_the_same_whenever_and_wherever_it_is_made(tmp_pa
         compile_program(program(2), tmp_path / folder, {}, torch.float32)
     one, two = ((tmp_path / folder / "chain2.pt2").read_bytes() for folder in ("one", "two"))
     assert one == two
-
-
-def test_a_graph_has_the_collectives_of_its_comm():
-    with fake_process_group(2):
-        made = Program({"chain": Chain(1, 2)}, {}, INPUTS, {"y": ROWS})
-        counted = cost(trace(made, "chain", torch.float32))
-    assert (counted["collectives"], counted["collective_bytes"]) == (1, BYTES)
 
 
 def test_a_file_is_hashed_once_a_process_and_again_when_it_changed(tmp_path, monkeypatch):

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import measures
 import pytest
-import torch
 import world
 from torch import Generator
 
@@ -33,21 +32,6 @@ def test_another_scenes_clip_scores_nothing_that_differs():
             alike = getattr(asked, attribute) == getattr(shown, attribute)
             assert getattr(score, attribute) == alike, (attribute, asked, shown)
         assert score.pitch == (asked.shape == shown.shape)
-
-
-def test_a_sound_half_a_second_late_is_not_together():
-    for scene in scenes(8):
-        late = torch.nn.functional.pad(scene.waveform(RATE, SECONDS), (RATE // 2, 0))
-        clip = scene.frames(64, 96, FRAMES, FRAME_RATE), late[:, : round(SECONDS * RATE)]
-        apart = measures.score(scene, *clip, RATE, FRAME_RATE)
-        alternates = len(scene.bounces(SECONDS)) > 2  # then another pulse may be near
-        assert alternates or not apart.together, scene
-
-
-def test_noise_and_silence_show_and_sound_like_nothing():
-    noise = torch.rand(FRAMES, 64, 96, 3, generator=Generator().manual_seed(0))
-    assert measures.see(noise, FRAME_RATE).direction is None
-    assert measures.hear(torch.zeros(2, RATE), RATE) == measures.Heard(None, [])
 
 
 def test_a_clip_is_nearest_to_the_course_that_it_takes_and_far_from_other_words():

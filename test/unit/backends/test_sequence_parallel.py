@@ -206,17 +206,6 @@ def test_groups_that_share_the_tokens_give_what_one_rank_gives(layout, kind):
     assert_equal_to_one_rank(bucket, values(bucket, shape), 1, layout)
 
 
-def test_between_the_layers_a_rank_holds_a_quarter_of_the_videos_tokens_and_all_of_the_sounds():
-    bucket = Bucket(TOKENS, AUDIO_TOKENS, 1, STEPS)
-    inputs = values(bucket, SHAPE)
-    got, expected = (on_ranks(bucket, inputs, blocks=1, layout=x) for x in (SEQUENCE, Layout()))
-    assert {rank["video_hidden"].shape[1] for rank in got} == {TOKENS // TP}
-    assert {rank["audio_hidden"].shape[1] for rank in got} == {AUDIO_TOKENS}
-    joined = torch.cat([rank["video_hidden"] for rank in got], dim=1)
-    assert rel(joined, expected[0]["video_hidden"]) < EQUAL
-    assert rel(torch.cat([rank["video_hidden"] for rank in got[::-1]], dim=1), joined) > SHOWS
-
-
 def test_in_bf16_the_ranks_are_as_near_to_fp32_as_without_it():
     bucket = Bucket(TOKENS, AUDIO_TOKENS, 2, STEPS)
     inputs = values(bucket, SHAPE)

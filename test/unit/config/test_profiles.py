@@ -84,25 +84,11 @@ def test_peaks_are_those_of_the_ranks_that_share_the_model():
     assert PROFILES["cpu"].flops(4) is PROFILES["cpu"].memory_bytes_per_core is PROFILES["cpu"].cores is None
 
 
-def test_no_profile_sets_what_hides_errors_on_the_device():
-    """Variables that were seen in other ports: the first hides mismatched collectives, the second
-    is gone since 2.31."""
-    harmful = {"NEURON_RT_DISABLE_EXECUTION_BARRIER", "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS"}
-    assert all(harmful.isdisjoint(dict(profile.environment)) for profile in PROFILES.values())
+SETTINGS = {"tp=16": 16, "blocks_per_graph=0": 0, "resident=true": True, "resident=no": False}
+SETTINGS |= {"attention=matmul": "matmul", "text_buckets=1024,256": (256, 1024), "host_dtype=float32": "float32"}
 
 
-@pytest.mark.parametrize(
-    ("setting", "value"),
-    [
-        ("tp=16", 16),
-        ("blocks_per_graph=0", 0),
-        ("resident=true", True),
-        ("resident=no", False),
-        ("attention=matmul", "matmul"),
-        ("text_buckets=1024,256", (256, 1024)),
-        ("host_dtype=float32", "float32"),
-    ],
-)
+@pytest.mark.parametrize(("setting", "value"), SETTINGS.items())
 def test_a_setting_changes_one_value_and_is_remembered(setting, value):
     key, own = setting.partition("=")[0], resolve("trn2.48xlarge")
     changed = resolve("trn2.48xlarge", (setting,))
@@ -154,14 +140,8 @@ def test_a_wrong_setting_is_an_error_that_says_what_is_wanted(setting):
     assert WRONG[setting] in str(error.value) and "--profile-set" in str(error.value)
 
 
-def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(UserError, match=r"unknown profile 'trn4'; known: cpu, cuda, trn2\.3xlarge, .*, trn3\. "):
-        resolve("trn4")
-
-
-def installed(monkeypatch, **packages):
+def installed(monkeypatch, packages: dict):
     """The machine has these packages, with - for _."""
-
     monkeypatch.setattr(profiles, "package_version", lambda name: packages.get(name.replace("-", "_")))
 
 
@@ -188,7 +168,7 @@ RUNTIMES = [
 
 @pytest.mark.parametrize("words, packages, message", RUNTIMES)
 def test_what_a_backend_runs_on_is_looked_for_before_anything_loads(monkeypatch, words, packages, message):
-    installed(monkeypatch, **packages)
+    installed(monkeypatch, packages)
     name, *settings = words.split()
     profile = resolve(name, tuple(settings))
     with pytest.raises(UserError, match=re.escape(message)) if message else nullcontext() as error:
@@ -202,7 +182,7 @@ CHOSEN = [({}, "torchdist"), (NEW, "torchdist"), (OLD | NXD, "nxd"), (NEW | NXD,
 
 @pytest.mark.parametrize("packages, chosen", CHOSEN)
 def test_a_neuron_profiles_backend_is_that_of_the_newest_installed_stack(monkeypatch, packages, chosen):
-    installed(monkeypatch, **packages)
+    installed(monkeypatch, packages)
     assert {PROFILES[name].backend for name in ("trn2.3xlarge", "trn2.48xlarge-cp4")} == {"auto"}
     for name in ("trn2.3xlarge", "trn2.48xlarge", "trn2.48xlarge-cp4", "trn3"):
         assert resolve(name).backend == resolve(name, ("backend=auto",)).backend == chosen
@@ -343,6 +323,8 @@ def test_a_trainium3_has_its_own_limits_and_target_and_links_without_a_torus():
     assert profile.note.startswith("not tried")
     with pytest.raises(UserError, match="a trn3 has one. Type .* or --profile-set chips=N"):
         resolve("trn3", ("context_parallel=4",))
+    with pytest.raises(UserError, match=r"unknown profile 'trn4'; known: cpu, cuda, trn2\.3xlarge, .*, trn3\. "):
+        resolve("trn4")
     # A group of any chips is routed.
     six = resolve("trn3", ("chips=16", "context_parallel=6"))
     assert six.cores_needed(4) == 24
