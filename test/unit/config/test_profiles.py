@@ -24,7 +24,6 @@ UNKNOWN = "--profile with one of cpu, cuda, trn2.3xlarge, trn2.48xlarge"
         (Machine("m7i.4xlarge"), "cpu"),
         (Machine("p5.48xlarge", 0, 8), "cuda"),
         (Machine("trn2.3xlarge", 1), "trn2.3xlarge"),
-        (Machine("trn2.48xlarge", 16), "trn2.48xlarge"),
         (Machine("trn2u.48xlarge", 16), "trn2.48xlarge"),
         (Machine("trn3pd98.3xlarge", 1), "trn3"),
         (Machine("trn3.48xlarge", 16), "trn3"),
@@ -47,7 +46,6 @@ def test_a_machine_has_one_profile_by_itself_or_is_refused(machine, wanted):
 @pytest.mark.parametrize(
     "product, devices, wanted",
     [
-        ("trn2.3xlarge", ["neuron0"], ("trn2.3xlarge", 1)),
         ("trn2.48xlarge\n", [f"neuron{i}" for i in range(16)], ("trn2.48xlarge", 16)),
         ("u-6tb1.metal", [], ("", 0)),  # of no family that has a profile
         ("Standard PC (i440FX + PIIX, 1996)", ["neuron_core", "neuronics"], ("", 0)),
@@ -119,7 +117,6 @@ WRONG = {
     "tp=four": "'four' is not a whole number of at least 1",
     "tp=0": "'0' is not a whole number of at least 1",
     "tp=²": "'²' is not a whole number",
-    "blocks_per_graph=-1": "'-1' is not a whole number of at least 0",
     "resident=maybe": "'maybe' is not yes or no",
     "attention=flash": "'flash' is not one of sdpa, matmul, nki",
     "compile_backend=inducter": "'inducter' is not one of export, aot_eager, inductor, neuron",
@@ -162,7 +159,6 @@ RUNTIMES = [
     ("trn2.48xlarge backend=torchdist", OLD, "found torch-neuronx 2.9.0.2.15"),
     ("trn2.48xlarge backend=torchdist", {"torch_neuronx": "2.13.3.0"}, None),
     ("cuda", {}, "needs 1 GPUs that PyTorch can use, found 0"),
-    ("cpu", {}, None),
 ]
 
 

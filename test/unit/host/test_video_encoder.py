@@ -87,8 +87,6 @@ def test_the_released_encoder_is_eleven_graphs_for_twenty_four_calls():
     ("changes", "message"),
     [
         ({"norm_layer": "group_norm"}, "vae.norm_layer is 'group_norm', encoding on the ranks"),
-        ({"latent_log_var": "per_channel"}, "vae.latent_log_var is 'per_channel'"),
-        ({"spatial_padding_mode": "reflect"}, "vae.spatial_padding_mode is 'reflect'"),
         ({"encoder_blocks": [["compress_all", {}]]}, r"vae.encoder_blocks has \['compress_all'"),
         ({"encoder_blocks": [["res_x", 1]]}, r"encoder_blocks downsample by \(1, 4, 4\)"),
         ({"patch_size": 0}, "vae.patch_size is 0, wanted a whole number above 0"),

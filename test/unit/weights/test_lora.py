@@ -240,16 +240,13 @@ SAME = {
     "no prefix": (dotted(""), {}, None),
     "the checkpoint's prefix": (dotted("model.diffusion_model."), {}, None),
     "PEFT": (dotted("base_model.model."), DEFAULT, None),
-    "PEFT, saved": (dotted("base_model.model."), {}, None),
     "PEFT, an adapter's own name": (dotted(""), OWN_NAME, None),
-    "PEFT of a model in a wrapper": (dotted("base_model.model.model."), DEFAULT, None),
     "PEFT without .weight": (dotted(""), {"down": ".lora_A", "up": ".lora_B"}, None),
     "diffusers": (dotted("transformer."), {}, None),
     "diffusers, its layers' names": (of_diffusers, {}, None),
     "diffusers, with settings": (of_diffusers, {}, peft(r=RANK, lora_alpha=RANK, use_rslora=False, alpha_pattern={})),
     "older diffusers": (of_diffusers, OLD_DIFFUSERS, None),
     "attention processors": (dotted("unet."), PROCESSORS, None),
-    "ComfyUI, down and up": (COMFY, KOHYA, None),
     "ComfyUI, alpha": (COMFY, {"alpha": FULL.bfloat16()}, None),
     "kohya without alpha": (flat("lora_unet_"), KOHYA, None),
     "kohya, alpha and metadata": (flat("lora_unet_"), KOHYA | {"alpha": FULL}, {"ss_network_alpha": "1"}),
@@ -314,7 +311,6 @@ CONNECTORS = {
     "plain": (COMFY, {}),
     "PEFT": (dotted("base_model.model."), DEFAULT),
     "kohya": (flat("lora_unet_"), KOHYA),
-    "musubi": (flat("lora_unet_", "video_embeddings", "embeddings"), KOHYA),
     "diffusers": (lambda name: of_diffusers(name, "connectors."), {}),
 }
 
@@ -435,10 +431,8 @@ MISFIT = f"lora_A of shape [4, 31], lora_B of shape [32, 4] does not fit {QUERY}
 # What is added to the plain LoRA, or done to it -> the message
 REFUSED = {
     "DoRA": (zeros(f"{COMFY_QUERY}.dora_scale"), "is a DoRA file"),
-    "OFT": (zeros(f"{COMFY_QUERY}.oft_blocks"), "is a OFT file"),
     "LTX-2.0": (pair("diffusion_model.caption_projection.linear_1", 32, 32), OLDER),
     "LTX-2.0's projection": (pair("text_embedding_projection.aggregate_embed", 96, 32), OLDER),
-    "LTX-2.0's connector": (pair(f"transformer.{VIDEO}", 24, 24), OLDER),
     "LTX-2.0's AdaLN": (older_adaln, OLDER),
     "a whole weight": (zeros(f"{COMFY_QUERY}.weight"), "is not a LoRA's tensor"),
     "a bias of a product": (zeros(f"{COMFY_QUERY}.lora_B.bias"), "is not a LoRA's tensor"),
