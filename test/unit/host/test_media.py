@@ -3,7 +3,6 @@
 import re
 import shlex
 from functools import partial
-from itertools import islice
 
 import av
 import numpy as np
@@ -16,7 +15,7 @@ from printed import runs
 
 from ltx_neuron.errors import UserError
 from ltx_neuron.host import encode_inputs
-from ltx_neuron.host.media import ffmpeg, first_frames, footage, pixels_of, read_sound, video_size
+from ltx_neuron.host.media import ffmpeg, first_frames, footage, read_sound, video_size
 from ltx_neuron.host.video import write_video
 from ltx_neuron.job import Size
 from ltx_neuron.sampling.conditions import ReferenceAudio, ReferenceVideo, Retake, SoundCondition
@@ -39,25 +38,6 @@ def film(tmp_path_factory):
 
 
 # --- what is read ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("start, duration", [(0.0, None), (0.3, 0.4), (0.31, None)])
-def test_a_films_sound_is_what_ltx_pipelines_reads(film, start, duration):
-    from ltx_pipelines.utils.media_io import decode_audio_from_file
-
-    theirs = decode_audio_from_file(str(film), torch.device("cpu"), start, duration)
-    ours = read_sound(film, "", start, duration)
-    assert ours.rate == theirs.sampling_rate == 48000
-    assert torch.equal(ours.samples, theirs.waveform[0])
-
-
-def test_frames_are_read_scaled_and_cropped_as_in_ltx_pipelines(film):
-    from ltx_pipelines.utils import media_io
-
-    theirs = [frame[0].numpy() for frame in media_io.decode_video_from_file(str(film), 25, "cpu")]
-    assert np.array_equal(list(first_frames(film, "")), theirs)
-    theirs = media_io.load_video_conditioning(str(film), 32, 96, 9, torch.float32, torch.device("cpu"))
-    assert torch.equal(pixels_of(islice(first_frames(film, ""), 9), 32, 96), theirs)
 
 
 @pytest.mark.parametrize(
