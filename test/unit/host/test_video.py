@@ -12,7 +12,7 @@ from PIL import Image
 
 from ltx_neuron.errors import UserError
 from ltx_neuron.host.media import read_sound
-from ltx_neuron.host.video import BT709, check_output_path, exact_frame_rate, write_frames, write_video, yuv420
+from ltx_neuron.host.video import BT709, exact_frame_rate, write_frames, write_video, yuv420
 from ltx_neuron.job import Job
 
 # An MP4's durations are whole milliseconds or whole ticks of 1/12288 s, each rounded on its own.
@@ -213,17 +213,6 @@ def test_frames_are_written_as_lossless_pictures_chunk_by_chunk(tmp_path):
     assert [len(chunk) for chunk in write_frames(tmp_path / "new" / "frames", frames.split(2))] == [2, 2, 1]
     pictures = [np.array(Image.open(path)) for path in sorted((tmp_path / "new" / "frames").iterdir())]
     assert np.array_equal(pictures, frames.numpy())
-
-
-def test_an_output_path_that_cannot_be_written_is_refused_and_nothing_is_made(tmp_path, monkeypatch):
-    check_output_path(tmp_path / "new" / "folder" / "OUT.MP4")
-    assert list(tmp_path.iterdir()) == []
-    with pytest.raises(UserError, match="is a folder; type --output-path video.mp4"):
-        check_output_path("")
-    # Root may write everywhere, so a folder without permission is played.
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    with pytest.raises(UserError, match="not a folder you may write to.*--output-path"):
-        check_output_path(tmp_path / "out.mp4")
 
 
 # --- rates ----------------------------------------------------------------------------------------
