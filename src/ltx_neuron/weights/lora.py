@@ -125,10 +125,14 @@ WeightSet = tuple[Lora, ...]  # the LoRAs to merge into the model, in this order
 
 def identity_of(loras: WeightSet) -> list:
     """[fingerprint, strength] of each LoRA, in order: the identity of a weight set."""
-    states = (lora.path.stat() if lora.path.is_file() else None for lora in loras)
-    versions = [state and (state.st_mtime_ns, state.st_size) for state in states]
-    pairs = zip(loras, versions, strict=True)  # 1 and 1.0 are one weight set
-    return [[_fingerprint(lora.path, seen), float(lora.strength)] for lora, seen in pairs]
+    # 1 and 1.0 are one weight set.
+    return [[_fingerprint(lora.path, _version(lora.path)), float(lora.strength)] for lora in loras]
+
+
+def _version(path: Path) -> tuple[int, int] | None:
+    """(modification time, size) of a file, to detect a change."""
+    state = path.stat() if path.is_file() else None
+    return state and (state.st_mtime_ns, state.st_size)
 
 
 @cache  # the lines of a batch repeat the same files
