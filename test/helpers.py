@@ -288,7 +288,9 @@ def forked(function: Callable[[], None], seconds: int = 30) -> int:
     try:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(seconds)
-        torch.set_num_threads(torch.get_num_threads())  # after a fork, threads that begin together race for torch's pool
+        torch.set_num_threads(
+            torch.get_num_threads()
+        )  # after a fork, threads that begin together race for torch's pool
         function()
         os._exit(0)
     except BaseException:  # noqa: BLE001 - also SystemExit: it must not leave this function

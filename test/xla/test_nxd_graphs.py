@@ -30,7 +30,6 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("nxd_source")]
 
 
 def program_for(config, workspace, blocks_per_graph: int, dtype=torch.float32) -> Program:
-    """The distilled step of stage 1, as build.make makes it for NxD."""
     comm = nxd_compile.XlaComm(TP)
     return dit_program(config, SHAPE.buckets[0], TP, comm, dtype, blocks_per_graph, workspace.profile.attention)
 

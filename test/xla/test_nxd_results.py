@@ -54,7 +54,6 @@ SEQUENCE_PARALLEL = "sequence_parallel=true"
 
 @pytest.fixture(scope="module")
 def expected(assets, tmp_path_factory):
-    """The two-stage job on one rank of the other backend."""
     profile, folder = resolve("cpu"), tmp_path_factory.mktemp("one-rank")
     one_rank = Workspace(assets.checkpoint, profile, folder, 1, "float32", assets.gemma_root)
     build.make(one_rank, one_rank.weight_sets("dit"))
@@ -124,7 +123,6 @@ def jobs(assets, tmp_path_factory) -> dict[str, Job]:
 
 @pytest.fixture(scope="module")
 def on_one_rank(assets, jobs, tmp_path_factory):
-    """A function (job) -> its latents on one rank of the other backend."""
     folder, profile, latents = tmp_path_factory.mktemp("torchdist"), resolve("cpu"), {}
     one_rank = Workspace(assets.checkpoint, profile, folder, 1, "float32", assets.gemma_root)
 

@@ -66,7 +66,6 @@ def s3():
 
 
 def url_of(kind: str, request, tmp_path: Path) -> str:
-    """An empty place of a kind."""
     if kind == "folder":
         return str(tmp_path / "store")
     if kind == "memory":
@@ -114,7 +113,6 @@ def source(tmp_path):
 
 
 def content(root: Path) -> dict[str, bytes]:
-    """All files under a folder."""
     return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
@@ -164,7 +162,6 @@ def killed_in_the_second_file(url: str, names: list[str], method: str, work) -> 
 
 
 def change(url: str, name: str, change) -> None:
-    """Replace what a store has under a name by what a function makes of it."""
     store = Store(url)
     place = f"{store.root}/{name}"
     store.fs.pipe_file(place, change(store.fs.cat_file(place)))
@@ -371,7 +368,6 @@ def test_a_disk_without_room_is_refused_before_the_first_byte(url, source, tmp_p
 
 
 def exit_of(*words: str) -> int:
-    """The exit code of the command."""
     with pytest.raises(SystemExit) as end:
         errors.run(lambda: main([*words]))
     return end.value.code

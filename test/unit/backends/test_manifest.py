@@ -38,8 +38,6 @@ BYTES = 4 * 8 * 4  # of one tensor of the toy
 
 
 class Chain(nn.Module):
-    """As many tensors alive at once as there are summands."""
-
     def __init__(self, summands: int, tp: int = 1):
         super().__init__()
         self.summands, self.comm = summands, TorchDistComm(tp)
@@ -149,7 +147,6 @@ FLIPPED = {
 
 @pytest.fixture(scope="module")
 def prepared(tiny, tmp_path_factory) -> list[str]:
-    """The command that made weights and graphs of a small job."""
     made = tmp_path_factory.mktemp("prepared") / "artifacts"
     words = ["prepare", "--checkpoint-path", tiny.checkpoint, "--gemma-root", tiny.gemma_root]
     words += ["--artifacts-dir", made, "--profile", "cpu", "--tp-degree", 1, "--dtype", "float32"]
@@ -159,7 +156,6 @@ def prepared(tiny, tmp_path_factory) -> list[str]:
 
 
 def refusal_of(words: list) -> str:
-    """What a command of ltx-neuron is refused with; empty where it is taken."""
     try:
         dispatch([*map(str, words)])
     except UserError as error:

@@ -44,7 +44,6 @@ def toy(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def started():
-    """Two ranks, for all tests that leave them in good health."""
     with TorchDistRanks(PROFILES["cpu"], TP) as ranks:
         pids = pids_of(ranks)
         yield ranks
@@ -186,7 +185,6 @@ def test_one_element_that_is_not_finite_is_found_wherever_it_lies(dtype):
 
 
 def resident(pid: int) -> int:
-    """Bytes of memory that a process holds; weights are pages of their file."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -60,7 +60,6 @@ class Setting(NamedTuple):
 
 
 def hidden_states(reference, ids):
-    """transformers' hidden states as ltx-core asks for them, and the mask."""
     padding = TEXT_TOKENS - len(ids)
     mask = torch.tensor([[0] * padding + [1] * len(ids)])
     padded = torch.tensor([[0] * padding + list(ids)])

@@ -118,7 +118,6 @@ def graphs(manifests):
 
 
 def values(node) -> list[torch.Tensor]:
-    """The tensors that a node stands for."""
     value = node.meta.get("val")
     return [v for v in (value if isinstance(value, tuple | list) else [value]) if isinstance(v, torch.Tensor)]
 

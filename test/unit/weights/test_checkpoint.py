@@ -33,7 +33,6 @@ def opened(checkpoint: Path, gemma: Path, **parts: Path) -> Workspace:
 
 
 def read(workspace: Workspace) -> dict[tuple[str, str], torch.Tensor]:
-    """Every tensor of every model, by the model and our name."""
     sources = {model: workspace.source(model) for model in MODELS}
     for model in MODELS:
         build.check_weights(workspace, model)

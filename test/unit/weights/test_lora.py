@@ -56,7 +56,6 @@ def differing(a: Source, b: Source) -> set[str]:
 
 
 def layers(tensors: dict) -> list[str]:
-    """Layers of a plain LoRA, without its prefix."""
     names = (key.removesuffix(DOWN) for key in tensors if key.endswith(DOWN))
     return [name.removeprefix("diffusion_model.") for name in names]
 
