@@ -1,10 +1,8 @@
-"""Stand-ins for the closed Neuron packages, so that NxD's real source runs on a CPU: a test
-fixture, never the product.
+"""Stand-ins for the closed Neuron packages, so that NxD's real source runs on a CPU: a test fixture, never the product.
 
-What is real: NxD (its ModelBuilder, NxDModel, parallel state, routing), torch_xla's tracing to HLO,
-XLA's CPU compiler and its collectives. What is stood in for: torch_neuronx's wrapper around the
-tracing, neuronx-cc (the "NEFF" is the HLO itself) and the runtime (the HLO runs on as many XLA:CPU
-devices as there are ranks, each with its own arguments).
+What is real: NxD (its ModelBuilder, NxDModel, parallel state, routing), torch_xla's tracing to HLO, XLA's CPU compiler
+and its collectives. What is stood in for: torch_neuronx's wrapper around the tracing, neuronx-cc (the "NEFF" is the HLO
+itself) and the runtime (the HLO runs on as many XLA:CPU devices as there are ranks, each with its own arguments).
 """
 
 import importlib.abc
@@ -289,12 +287,11 @@ def generate_hlo(module, example_inputs, **options) -> SimpleNamespace:
 
 
 class Cores:
-    """A compiled graph on its cores, with the interface of the runtime's SPMDModel. TorchScript, as
-    NxD saves it so.
+    """A compiled graph on its cores, with the interface of the runtime's SPMDModel. TorchScript, as NxD saves it so.
 
     As strict as the runtime is: outputs are buffers of this object, which its next run overwrites
-    (ltx_neuron/backends/nxd/buffers.py has the source), and from the beginning of a run they hold
-    nothing of use, since a compiler may assume that inputs and outputs do not overlap.
+    (ltx_neuron/backends/nxd/buffers.py has the source), and from the beginning of a run they hold nothing of use, since
+    a compiler may assume that inputs and outputs do not overlap.
     """
 
     def __init__(self, hlo: torch.Tensor, inputs: str, weight_names: list[str], ranks: int):

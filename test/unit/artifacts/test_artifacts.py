@@ -47,8 +47,7 @@ input()
 
 @pytest.fixture(scope="module")
 def s3():
-    """A server that speaks S3 (moto), in a process of its own, and the environment that leads
-    there."""
+    """A server that speaks S3 (moto), in a process of its own, and the environment that leads there."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     server = subprocess.Popen([sys.executable, "-c", SERVER], stderr=subprocess.DEVNULL, **pipes)
     port = server.stdout.readline().strip()

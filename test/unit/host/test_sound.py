@@ -24,8 +24,7 @@ from ltx_neuron.weights.tensorfile import TensorFile
 
 # Of tests that take seconds: the tiny config has the same layers.
 KERNELS = pytest.mark.parametrize("config", ["released kernels"], indirect=True)
-# Random layers answer a rounding with ten of it: ltx-core's float32 is 8e-6 from its float64. A
-# wrong tap leaves 1e-2.
+# Random layers answer a rounding with ten of it: ltx-core's float32 is 8e-6 from its float64. A wrong tap leaves 1e-2.
 ROUNDING = 5e-5
 # The released kernels, rates and levels, with few channels.
 NARROW = {
@@ -80,8 +79,7 @@ def latent(frames: int) -> torch.Tensor:
     return randn(1, 8, frames, 16, seed=frames)
 
 
-# Short ones have one span of a graph, long ones many; 150 has windows of its own where they are cut
-# short.
+# Short ones have one span of a graph, long ones many; 150 has windows of its own where they are cut short.
 @pytest.mark.parametrize("rows", [1, 30, 150])
 def test_a_waveform_that_is_not_clipped_equals_ltx_cores(vocoders, rows, monkeypatch):
     monkeypatch.setattr(sound, "WINDOW", 140)

@@ -45,8 +45,7 @@ ROUNDED = "embeddings", "attention_mask"  # inputs in the run's dtype
 
 
 class Setting(NamedTuple):
-    """A random model in both forms, and what transformers makes of one prompt padded on its left to
-    1024."""
+    """A random model in both forms, and what transformers makes of one prompt padded on its left to 1024."""
 
     gemma: GemmaConfig
     config: TransformerConfig
