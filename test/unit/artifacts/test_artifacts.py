@@ -327,6 +327,7 @@ GRAPH = {"file": "../out.pt", "sha256": "0" * 64}
         ("weights", {"files": {"../../../out": ENTRY}}),
         ("weights", {"files": {"/etc/passwd": ENTRY, "rank0.safetensors": ENTRY, "host.safetensors": ENTRY}}),
         ("weights", {"identity": WEIGHTS | {"model": "../../out"}}),
+        ("weights", {"identity": WEIGHTS | {"kind": "/tmp"}}),
         ("weights", {"identity": WEIGHTS | {"tp": 3}}),
         *(("graphs", {"graphs": {name: GRAPH | {"file": f"{name}.pt"}}}) for name in ("../out", "a/b", "..", "/etc/x")),
     ],

@@ -219,8 +219,10 @@ def test_the_host_computes_as_the_profile_says_and_refuses_an_unknown_tensor(tmp
         ({"default_num_inference_steps": 2}, "vae.decoder.default_num_inference_steps is 2"),
         ({"stage_depths": [1, 1]}, "stages"),
         ({"stage5_kernel": [4, 5, 5]}, "odd sizes"),
+        ({"stage_channels": [32, 32, 16, 16, 24]}, "heads of 16"),
         ({"stage_channels": [32, 32, 16, 16, 32]}, "a stage of 32 channels"),
         ({"patch_size": 2}, "upsamplings by (8, 16, 16)"),
+        ({"head_dim": None}, "vae.decoder.head_dim is None"),
         ({"upsamples": 3}, "does not describe a diffusion decoder"),
     ],
 )
