@@ -40,7 +40,6 @@ KILL_SECONDS = 15.0  # that the kernel has to end a killed process
 
 
 def doctor_flags(args: argparse.Namespace) -> list[object]:
-    """What the doctor is told of a run."""
     words: list[object] = [word for setting in args.profile_set for word in ("--profile-set", setting)]
     for name in ("profile", "checkpoint_path", "gemma_root", "tp_degree", "artifacts_dir"):
         if value := getattr(args, name):
@@ -49,8 +48,6 @@ def doctor_flags(args: argparse.Namespace) -> list[object]:
 
 
 class Target(NamedTuple):
-    """What a script runs on."""
-
     profile: str
     settings: tuple[str, ...]
     dtype: str
@@ -76,16 +73,12 @@ class Model(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A finished script."""
-
     output: str
     seconds: float
 
 
 @dataclass(frozen=True)
 class Bench:
-    """The flags, the machine, and how scripts are run."""
-
     args: argparse.Namespace
     profile: Profile
     system: System = System()
@@ -145,7 +138,6 @@ class Bench:
         return output
 
     def scripts(self, model: Model, target: Target) -> Scripts:
-        """The scripts on a model, of a distilled generation."""
         run = ["--tp-degree", self.tp, *target.flags]
         size = [*size_flags(model.size), "--recipe", "distilled"]
         return Scripts(model.checkpoint, model.artifacts, run, size, model.gemma_root, model.upsampler)
@@ -173,13 +165,11 @@ class Bench:
         return run, load_file(out / "tensors.safetensors"), table.load(out / "perf.json")
 
     def step(self, model: Model, target: Target) -> dict[str, Tensor]:
-        """The latents after one step (one_step), by a process of its own."""
         name = f"{model.name}-step-{target.profile}-{target.dtype}"
         return load_file(self.scripted("one_step", name, target, request(model, model.size), ".safetensors"))
 
 
 def request(model: Model, size: Size) -> dict:
-    """The fields of a request that name a model, and a size of video."""
     paths = {"checkpoint": str(model.checkpoint), "artifacts": str(model.artifacts)}
     return paths | {"size": dataclasses.asdict(size)}
 

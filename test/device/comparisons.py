@@ -153,6 +153,5 @@ def sound_on_ranks(bench: Bench, model: Model) -> Iterator[str]:
 
 
 def load_frames(folder: Path) -> Tensor:
-    """The PNG pictures in a folder: float32 (N, H, W, 3)."""
     pictures = [np.asarray(Image.open(path)) for path in sorted(folder.glob("frame_*.png"))]
     return torch.from_numpy(np.stack(pictures)).float()

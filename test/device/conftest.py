@@ -96,7 +96,6 @@ def _begin(config, args) -> None:
 
 
 def facts_of(bench: Bench) -> dict[str, str]:
-    """What the report says of the run above its table."""
     profile, system = bench.profile, bench.system
     settings = f" with {' '.join(profile.settings)}" if profile.settings else ""
     versions = [f"{name} {version}" for name in PACKAGES if (version := system.version(name))]

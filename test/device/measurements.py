@@ -43,7 +43,6 @@ def outputs(bench: Bench) -> Iterator[str]:
 
 
 def _probe(bench: Bench, name: str, content: dict) -> dict:
-    """What a process of probes.py finds."""
     # Probes attend to nothing: a kernel that is missing is found by the sections that need it.
     target = Target(bench.profile.name, (*bench.profile.settings, "attention=matmul"), bench.args.dtype)
     content |= {"probe": name, "folder": str(bench.folder / name)}

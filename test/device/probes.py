@@ -79,7 +79,6 @@ class Cores:
         return Manifest(self.folder / name)
 
     def started(self, programs: dict[str, Manifest]) -> Ranks:
-        """The ranks with these programs, whose weight is 1."""
         ones = write_weights(self.folder / "weights", self.tp, self.dtype)
         ranks = registry.ranks(self.profile, self.tp, self.folder / "cache")
         ranks.load(ones, programs, self.dtype)

@@ -74,7 +74,6 @@ class Budget:
         self._section_end = min(self._end, time.monotonic() + longest)
 
     def left(self) -> float:
-        """Seconds until the budget ends."""
         return max(0.0, self._end - time.monotonic())
 
     def end(self) -> str:
@@ -82,7 +81,6 @@ class Budget:
         return f"{self.LONGEST} times the estimate" if self.left() else "the budget ended"
 
     def section_left(self) -> float:
-        """Seconds that the section may still take."""
         return max(0.0, self._section_end - time.monotonic())
 
 
@@ -160,7 +158,6 @@ class Report:
         return self.done.get(name, NOT_REACHED)
 
     def how(self, name: str) -> str:
-        """How a section ended, in a line."""
         result = self.result(name)
         return result["status"] + (f": {result['why'].splitlines()[0]}" if result["why"] else "")
 
@@ -182,5 +179,4 @@ class Report:
 
 
 def cell(text: str) -> str:
-    """Text as a cell of a Markdown table."""
     return text.replace("|", "\\|").replace("\n", " ")

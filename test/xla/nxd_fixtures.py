@@ -107,7 +107,6 @@ def generated(workspace, assets):
 
 
 def manifests_of(workspace: Workspace) -> dict[str, Manifest]:
-    """The programs of both stages of the two-stage job."""
     stages = [workspace.dit_program_for(SHAPE, stage) for stage in SHAPE.stages]
     return {bucket.name: manifest for bucket, manifest in stages}
 
@@ -118,7 +117,6 @@ def rank_weights(workspace: Workspace) -> list[dict[str, Tensor]]:
 
 @contextmanager
 def loaded(workspace: Workspace, model: str, graphs: list) -> Iterator[runtime.NxdRanks]:
-    """Ranks with a model's weights and graphs, which are made where they are missing."""
     build.make(workspace, workspace.weight_sets(model))
     build.make(workspace, graphs)
     with runtime.NxdRanks(workspace.profile, workspace.tp) as ranks:
@@ -134,7 +132,6 @@ def dit_loaded(workspace: Workspace) -> Iterator[runtime.NxdRanks]:
 
 
 def latents_of(job: Job, workspace: Workspace) -> dict[str, Tensor]:
-    """Stage 1's latents of a job with random contexts, sharded and compiled for it."""
     build.make(workspace, workspace.weight_sets("dit", {job.stages[0].loras}))
     build.make(workspace, workspace.dit_graphs(job.buckets))
     with Engine(workspace, Recorder()) as engine:

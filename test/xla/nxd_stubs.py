@@ -1,10 +1,8 @@
-"""Stand-ins for the closed Neuron packages, so that NxD's real source runs on a CPU: a test
-fixture, never the product.
+"""Stand-ins for the closed Neuron packages, so that NxD's real source runs on a CPU: a test fixture, never the product.
 
-What is real: NxD (its ModelBuilder, NxDModel, parallel state, routing), torch_xla's tracing to HLO,
-XLA's CPU compiler and its collectives. What is stood in for: torch_neuronx's wrapper around the
-tracing, neuronx-cc (the "NEFF" is the HLO itself) and the runtime (the HLO runs on as many XLA:CPU
-devices as there are ranks, each with its own arguments).
+What is real: NxD (its ModelBuilder, NxDModel, parallel state, routing), torch_xla's tracing to HLO, XLA's CPU compiler
+and its collectives. What is stood in for: torch_neuronx's wrapper around the tracing, neuronx-cc (the "NEFF" is the HLO
+itself) and the runtime (the HLO runs on as many XLA:CPU devices as there are ranks, each with its own arguments).
 """
 
 import importlib.abc
@@ -27,9 +25,7 @@ from typing import List  # TorchScript knows it, not list
 import numpy as np
 import torch
 
-SOURCE = (  # environment variable: a checkout of aws-neuron/neuronx-distributed
-    "LTX_NEURON_NXD_SOURCE"
-)
+SOURCE = "LTX_NEURON_NXD_SOURCE"  # environment variable: a checkout of aws-neuron/neuronx-distributed
 NEEDED = ("torch_xla", "jaxlib", "google.protobuf")  # of the venv that test/xla/make_xla_venv.sh makes
 _CLOSED = ("torch_neuronx", "libneuronxla", "neuronxcc", "nki", "nkilib", "boto3", "botocore", "s3transfer", "tenacity")
 
@@ -66,12 +62,8 @@ def run_script(path: str, *arguments: str) -> None:
 
 
 def install(source: Path, folder: Path) -> torch.library.Library:
-    """Make `import neuronx_distributed` work in this process. torch_xla comes first: it looks for
-    libneuronxla.
-
-    `folder` takes the metadata by which the packages count as installed. Keep the library:
-    operators go with it.
-    """
+    """Make `import neuronx_distributed` work in this process. torch_xla comes first: it looks for libneuronxla. A
+    folder takes the metadata by which the packages count as installed. Keep the library: operators go with it."""
     os.environ["PJRT_DEVICE"] = "CPU"
     import torch_xla  # noqa: F401
 
@@ -82,25 +74,16 @@ def install(source: Path, folder: Path) -> torch.library.Library:
         described = folder / f"{package.replace('-', '_')}-{number}.dist-info"
         described.mkdir()
         (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {number}\n")
-    names = (
-        "",
-        ".contexts",
-        ".proto.metaneff_pb2",
-        ".pyhlo.hlo_pb2",
-        ".utils.utils",
-        ".xla_impl.structure",
-        ".xla_impl.trace",
-    )
-    torch_neuronx, _, metaneff, hlo, inner, structure, xla_trace = (
-        import_module(f"torch_neuronx{name}") for name in names
-    )
+    names = "contexts", "proto.metaneff_pb2", "pyhlo.hlo_pb2", "utils.utils", "xla_impl.structure", "xla_impl.trace"
+    torch_neuronx, parts = import_module("torch_neuronx"), [import_module(f"torch_neuronx.{name}") for name in names]
+    _, metaneff, hlo, inner, structure, xla_trace = parts
     torch_neuronx.__version__ = "2.9.0.stub"
     for module in (torch_neuronx.utils, inner):
         module.get_platform_target = lambda *_: "trn2"
     metaneff.MetaNeff, metaneff.MetaTensor = MetaNeff, MetaTensor
     hlo.HloModuleProto = hlo_messages()["HloModuleProto"]
     structure.Flattener, structure.Packer = Flattener, Packer
-    xla_trace.generate_hlo, xla_trace.get_torch_dtype = (generate_hlo, lambda name: getattr(torch, name))
+    xla_trace.generate_hlo, xla_trace.get_torch_dtype = generate_hlo, lambda name: getattr(torch, name)
     import_module("nkilib.core.attention.attention_cte").attention_cte = NkiKernel()
     import_module("libneuronxla").neuron_xla_compile = lambda module_bytes, **_: module_bytes
     torch.classes.neuron = SimpleNamespace(
@@ -113,8 +96,7 @@ def install(source: Path, folder: Path) -> torch.library.Library:
 
 
 class NkiKernel:
-    """nkilib's attention_cte by its documented signature and limits: kernel[cores](...), computed
-    by its torch reference."""
+    """nkilib's attention_cte by its documented signature and limits: kernel[cores](...), by its torch reference."""
 
     launched = 0
 
@@ -132,8 +114,7 @@ class NkiKernel:
 
 
 class _Anything(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Serves every module of the closed packages; whatever is asked of one is a class that takes
-    anything."""
+    """Serves every module of the closed packages; whatever is asked of one is a class that takes anything."""
 
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in _CLOSED:
@@ -178,9 +159,8 @@ def hlo_messages() -> dict:
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
     kind = descriptor_pb2.FieldDescriptorProto
-    file = descriptor_pb2.FileDescriptorProto(
-        name="ltx_neuron_test_hlo.proto", package="ltxneurontest", syntax="proto3"
-    )
+    names = {"name": "ltx_neuron_test_hlo.proto", "package": "ltxneurontest"}
+    file = descriptor_pb2.FileDescriptorProto(**names, syntax="proto3")
     described = {
         "ShapeProto": {"element_type": (2, "int64"), "dimensions": (3, ["int64"]), "tuple_shapes": (4, ["ShapeProto"])},
         "ReplicaGroup": {"replica_ids": (1, ["int64"])},
@@ -213,9 +193,8 @@ def hlo_messages() -> dict:
         added = file.message_type.add(name=message)
         for name, (number, of) in fields.items():
             repeated, of = isinstance(of, list), of[0] if isinstance(of, list) else of
-            field = added.field.add(
-                name=name, number=number, label=kind.LABEL_REPEATED if repeated else kind.LABEL_OPTIONAL
-            )
+            label = kind.LABEL_REPEATED if repeated else kind.LABEL_OPTIONAL
+            field = added.field.add(name=name, number=number, label=label)
             if of in described:
                 field.type, field.type_name = kind.TYPE_MESSAGE, f".ltxneurontest.{of}"
             else:
@@ -226,8 +205,7 @@ def hlo_messages() -> dict:
 
 
 class MetaTensor:
-    """One input or output of a graph. `parameter` is its number in the HLO; a constant carries its
-    value."""
+    """One input or output of a graph. `parameter` is its number in the HLO; a constant carries its value."""
 
     Type = SimpleNamespace(USER_INPUT=1, INPUT_WEIGHT=2, INPUT_STATE=3, CONSTANT=4)
 
@@ -238,26 +216,17 @@ class MetaTensor:
 
 
 class MetaNeff:
-    """Inputs in the order user inputs, weights, constants: NxD counts on user inputs being
-    first."""
+    """Inputs in the order user inputs, weights, constants: NxD counts on user inputs being first."""
 
     def __init__(self, inputs=(), outputs=(), graph=b""):
         self.input_tensors, self.output_tensors, self.output_aliases_to = [*inputs], [*outputs], {}
         self.serialized_graph_def = graph
 
     def SerializeToString(self) -> bytes:
-        described = [
-            {
-                "shape": t.shape,
-                "dtype": t.data_type,
-                "type": t.type,
-                "weight": t.checkpoint_key.decode(),
-                "input": t.user_input_key.decode(),
-                "parameter": t.parameter,
-                "value": t.value,
-            }
-            for t in self.input_tensors
-        ]
+        names = {"shape": "shape", "dtype": "data_type", "type": "type", "parameter": "parameter", "value": "value"}
+        described = [{name: getattr(t, own) for name, own in names.items()} for t in self.input_tensors]
+        for each, tensor in zip(described, self.input_tensors, strict=True):
+            each["weight"] = tensor.checkpoint_key.decode()
         return json.dumps(described).encode()
 
 
@@ -318,12 +287,11 @@ def generate_hlo(module, example_inputs, **options) -> SimpleNamespace:
 
 
 class Cores:
-    """A compiled graph on its cores, with the interface of the runtime's SPMDModel. TorchScript, as
-    NxD saves it so.
+    """A compiled graph on its cores, with the interface of the runtime's SPMDModel. TorchScript, as NxD saves it so.
 
     As strict as the runtime is: outputs are buffers of this object, which its next run overwrites
-    (ltx_neuron/backends/nxd/buffers.py has the source), and from the beginning of a run they hold
-    nothing of use, since a compiler may assume that inputs and outputs do not overlap.
+    (ltx_neuron/backends/nxd/buffers.py has the source), and from the beginning of a run they hold nothing of use, since
+    a compiler may assume that inputs and outputs do not overlap.
     """
 
     def __init__(self, hlo: torch.Tensor, inputs: str, weight_names: list[str], ranks: int):
@@ -392,8 +360,7 @@ def _of_rank(tensors: list[torch.Tensor], ranks: int, rank: int) -> list[torch.T
 
 
 def _arguments(described: list[dict], given, weights) -> list[torch.Tensor]:
-    """A rank's tensors by their number in the HLO. Like the runtime it takes no other shape or
-    dtype."""
+    """A rank's tensors by their number in the HLO. Like the runtime it takes no other shape or dtype."""
     arguments = {}
     for tensor in described:
         if tensor["type"] == MetaTensor.Type.CONSTANT:
@@ -407,8 +374,7 @@ def _arguments(described: list[dict], given, weights) -> list[torch.Tensor]:
 
 
 class Replicated:
-    """One HLO program compiled for n XLA:CPU devices that hold different arguments: SPMD, as the
-    cores of a chip run it."""
+    """One HLO program compiled for n XLA:CPU devices that hold different arguments: SPMD, as the cores of a chip."""
 
     def __init__(self, hlo: bytes, ranks: int):
         from jaxlib import _jax as xla
@@ -426,8 +392,7 @@ class Replicated:
         return [[_to_torch(output[rank]) for output in outputs] for rank in range(len(self.devices))]
 
     def _spread(self, parts: tuple[torch.Tensor, ...]):
-        """One array whose parts lie on the devices. "Replicated" says only that the parts have the
-        whole's shape."""
+        """One array whose parts lie on the devices. "Replicated" says only that the parts have the whole's shape."""
         from jaxlib import _hlo
         from jaxlib import _jax as xla
 

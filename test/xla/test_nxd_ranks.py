@@ -1,18 +1,15 @@
 """What NxD's ranks keep on their cores: weights, inputs and outputs over a job's steps, and what is refused."""
 
-import re
 import weakref
 
 import nxd_fixtures as nxd
-import nxd_stubs
 import pytest
 import torch
-from helpers import random_value, rel, save_weights
+from helpers import rel, save_weights
 from jobs import make_job
 from nxd_fixtures import CUT, LATENTS, PROMPT, SHOWS, SIZE, TP, dit_loaded, manifests_of, open_workspace, rank_weights
 from torch import Tensor
 
-from ltx_neuron.backends.neuron_errors import DeviceFailure
 from ltx_neuron.backends.nxd import runtime
 from ltx_neuron.backends.nxd.runtime import GraphInputs
 from ltx_neuron.backends.ranks import NotFiniteError
@@ -89,14 +86,6 @@ def test_both_buckets_and_both_blocks_use_one_copy_of_the_weights(generated, wor
             assert set().union(*used) == copy and sum(map(len, used)) == len(copy)
 
 
-def test_the_weights_of_all_buckets_are_uploaded_once(workspace, monkeypatch):
-    uploads, load = [], torch.ops.neuron._parallel_load
-    monkeypatch.setattr(torch.ops.neuron, "_parallel_load", lambda parts: uploads.append(parts) or load(parts))
-    with dit_loaded(workspace) as ranks:
-        (weight_set,), (parts,) = ranks._sets, uploads
-        assert [{*part} for part in parts] == [{*weight_set.shapes}] * TP
-
-
 def test_a_block_is_computed_with_its_own_weights(generated, program, step):
     """Exchanged in the calls, the two blocks' weights give something else: none is in a graph."""
     (weight_set,), right = generated.ranks._sets, step()
@@ -139,25 +128,6 @@ def test_loading_other_weights_or_programs_of_a_model_frees_the_ones_before(work
         ranks.load(other, dict([first]), torch.float32)
         assert [each.folder for each in ranks._sets] == [other] and {*ranks.programs} == {first[0]}
         assert [ref() for ref in watched if ref() is not None] == []
-
-
-def test_other_weights_take_the_place_of_the_loaded_ones_in_every_graph(workspace, tmp_path):
-    parts = rank_weights(workspace)
-    doubled = save_weights(tmp_path / "weights", *({name: t * 2 for name, t in part.items()} for part in parts))
-    with dit_loaded(workspace) as ranks:
-        (weight_set,) = ranks._sets
-        addresses = [t.data_ptr() for t in weight_set.tensors[1].values()]
-        ranks.replace_weights(doubled)
-        assert weight_set.folder == doubled
-        assert addresses == [t.data_ptr() for t in weight_set.tensors[1].values()]
-        for program in weight_set.manifests:
-            (head,) = weight_set.models[program, "head"]
-            bound = head.weights[1]["module.patchify_proj.bias"]
-            assert torch.equal(bound, parts[1]["patchify_proj.bias"] * 2)
-            for block in (0, 1):
-                passed = weights_of(weight_set.inputs[program, "blocks", block])
-                table = passed["transformer_blocks__0__scale_shift_table"][1]
-                assert torch.equal(table, parts[1][f"transformer_blocks.{block}.scale_shift_table"] * 2)
 
 
 def test_a_warm_step_has_the_weights_that_took_the_place_of_the_loaded_ones(generated, step, workspace, tmp_path):
@@ -208,43 +178,12 @@ def test_what_differs_between_ranks_is_an_input(generated, step):
     assert rel(step(video_cos=[tables[0]] * TP), right) > SHOWS
 
 
-def test_a_warm_step_passes_only_what_a_graph_has_returned_since(generated, program, step, monkeypatch):
-    """Not the 86 weights of each block, nor what was uploaded."""
-    ranks, right, changed, set_input = generated.ranks, step(), [], GraphInputs._set
-    monkeypatch.setattr(
-        GraphInputs, "_set", lambda self, name, parts: changed.append(name) or set_input(self, name, parts)
-    )
-    assert rel(step(), right) == 0
-    assert {*changed} <= ranks.programs[program].outputs
-    context = [part.clone() for part in ranks._buffers.tensors["video_context"]]
-    assert rel(step(video_context=context), right) == 0
-    assert changed.count("video_context") == 2  # the group of each block
-
-
 def test_a_warm_step_reads_a_new_upload(generated, program, step):
     context, right = generated.tensors["video_context"].to(torch.float32), step()
     generated.ranks.put(program, video_context=1.5 * context)
     assert rel(step(), right) > SHOWS
     generated.ranks.put(program, video_context=context)
     assert rel(step(), right) == 0
-
-
-def test_a_copy_of_a_graph_that_runs_for_the_first_time_gets_the_same_inputs(generated, program, step):
-    """The copies that ran before own tensors that outlive the step."""
-    ranks, right = generated.ranks, step()
-    (weight_set,) = ranks._sets
-    graphs = {graph: len(copies) for (of, graph), copies in weight_set.models.items() if of == program}
-    owners = {
-        f"kept_{graph}_{number}": (program, graph, number)
-        for graph, copies in graphs.items()
-        for number in range(copies)
-    }
-    ranks._buffers.owners |= owners
-    assert rel(step(), right) == 0
-    for graph, copies in graphs.items():
-        assert len(weight_set.models[program, graph]) == copies + (2 if graph == "blocks" else 1)
-    for name in owners:
-        del ranks._buffers.owners[name]
 
 
 # --- refused ----------------------------------------------------------------------------------------------------------
@@ -262,22 +201,6 @@ def test_inputs_of_another_dtype_or_shape_and_nan_are_errors(generated, program,
         step(video_latent=[part * float("nan") for part in latents])
 
 
-@pytest.mark.parametrize(
-    ("spoil", "problem"),
-    [
-        (lambda tensors: tensors.pop("patchify_proj.bias"), "missing: patchify_proj.bias"),
-        (lambda tensors: tensors.update(extra=torch.zeros(1)), "unexpected: extra"),
-        (lambda tensors: tensors.update({"patchify_proj.bias": tensors["patchify_proj.bias"].half()}), "F16, wanted"),
-    ],
-    ids=["missing", "unexpected", "dtype"],
-)
-def test_a_rank_file_that_is_not_the_models_is_refused_though_nxd_would_take_it(workspace, tmp_path, spoil, problem):
-    parts = rank_weights(workspace)
-    spoil(parts[2])
-    with runtime.NxdRanks(workspace.profile, TP) as ranks, pytest.raises(UserError, match=problem):
-        ranks.load(save_weights(tmp_path / "weights", *parts), manifests_of(workspace), torch.float32)
-
-
 def test_another_number_of_ranks_is_refused(workspace, generated, monkeypatch):
     from neuronx_distributed import NxDModel
 
@@ -293,31 +216,3 @@ def test_another_number_of_ranks_is_refused(workspace, generated, monkeypatch):
     monkeypatch.setattr(NxDModel, "load", classmethod(of_two_ranks))
     with pytest.raises(UserError, match="compiled for 2 ranks, wanted 4"), dit_loaded(workspace):
         pass
-
-
-# Where NxD calls the runtime -> what the runtime says, and what a user reads.
-FAILURES = {
-    "_parallel_load": ('nrt_tensor_allocate status=4 message="Allocation Failure"', "memory is full"),
-    "to_neuron": ("NeuronCore(s) not available - Requested:4 Available:0", "another process holds the cores"),
-    "_replicated": ('nrt_execute status=5 message="Timeout"', "NEURON_RT_EXEC_TIMEOUT"),
-}
-
-
-@pytest.mark.parametrize("call", FAILURES)
-def test_a_failure_of_the_runtime_has_a_remedy(workspace, monkeypatch, call):
-    from neuronx_distributed import NxDModel
-
-    message, remedy = FAILURES[call]
-
-    def fail(*_, **__):
-        raise RuntimeError(message)
-
-    owners = {"_parallel_load": torch.ops.neuron, "to_neuron": NxDModel, "_replicated": nxd_stubs}
-    monkeypatch.setattr(owners[call], call, fail)
-    with pytest.raises(DeviceFailure, match=re.escape(message)) as failed, dit_loaded(workspace) as ranks:
-        name, manifest = next(iter(manifests_of(workspace).items()))
-        inputs = {name for graph in manifest.graphs.values() for name in graph["inputs"]}
-        ranks.put(name, **{n: random_value(field, TP, 1) for n, field in manifest.fields.items() if n in inputs})
-        ranks.put_numbers(name, "step", 1)
-        ranks.run(name, step=0)
-    assert remedy in str(failed.value)

@@ -1,8 +1,7 @@
-"""The XLA lowering check: every planted fault is found in the HLO that torch_xla makes, and the
-real graphs have none.
+"""The XLA lowering check: every planted fault is found in the HLO that torch_xla makes, and the real graphs have none.
 
-Needs torch_xla, so a venv of its own: test/xla/make_xla_venv.sh makes it, and PYTHONPATH=src
-VENV/bin/python -m pytest runs this file there.
+Needs torch_xla, so a venv of its own: test/xla/make_xla_venv.sh makes it, and PYTHONPATH=src VENV/bin/python -m pytest
+runs this file there.
 """
 
 import re
@@ -134,19 +133,17 @@ def graphs():
 
 
 def test_no_graph_has_a_finding_and_every_rank_traces_the_same(graphs):
-    # Two widths, each with LTX-2.3 in one block and in two, LTX-2.5, Gemma 4, the video decoder
-    # with both forms of its convolutions, the diffusion decoder, the mel decoder and the vocoder.
-    # Then the video encoder with both, and layouts with context parallelism, each tiny and at full
-    # width.
+    # Two widths, each with LTX-2.3 in one block and in two, LTX-2.5, Gemma 4, the video decoder with both forms of its
+    # convolutions, the diffusion decoder, the mel decoder and the vocoder. Then the video encoder with both, and
+    # layouts with context parallelism, each tiny and at full width.
     each = 115 + 49 + 36 + 8 + 2 * 11 + 12 + 5 + 15
     assert len(graphs) == 2 * each + 2 * (9 + 11) + (17 + 3)
     assert {name: text_of(findings) for name, (_, findings) in graphs.items() if findings} == {}
 
 
 def test_the_graphs_have_as_many_collectives_as_the_models_group_sums(graphs):
-    """Three stages of attention, each with one group of statistics and one of outputs, and the
-    feed-forward. At full width the two or three outputs of a group are large, so that each travels
-    alone."""
+    """Three stages of attention, each with one group of statistics and one of outputs, and the feed-forward. At full
+    width the two or three outputs of a group are large, so that each travels alone."""
     counts = {name: sum(o.collective is not None for o in operations) for name, (operations, _) in graphs.items()}
     assert counts["tiny, 1 block: DiT, text to video, cut: blocks"] == 7
     assert counts["tiny, 1 block: DiT, image to video, guided, whole: step"] == 7

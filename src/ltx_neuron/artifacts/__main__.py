@@ -57,7 +57,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Push, pull or list."""
     options = parse_arguments(argv)
     store = Store(options.url)
     if options.action == "push":
@@ -70,7 +69,6 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def table(store: Store, only: list[str]) -> str:
-    """The content of a store, as text."""
     files = store.files()
     lines = []
     for name in selected(names_in(files), only, store.url):
@@ -83,7 +81,6 @@ def table(store: Store, only: list[str]) -> str:
 
 
 def _facts(store: Store, name: str, files: dict[str, int]) -> str:
-    """The content and the identity of a name."""
     identity = opened(store, name).identity
     written = store.written(manifest_file(name))
     if is_tuned(name):

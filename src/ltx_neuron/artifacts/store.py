@@ -81,7 +81,6 @@ class Store:
         }
 
     def read(self, name: str) -> bytes:
-        """The content of a small file."""
         with self._in_words():
             return self.fs.cat_file(self._place(name))
 
@@ -94,7 +93,6 @@ class Store:
         return time.strftime("%Y-%m-%dT%H:%M:%SZ")
 
     def get(self, name: str, path: Path, bar: tqdm) -> None:
-        """Copy a file from the store to `path`."""
         with self._in_words(), _shown(bar, path) as callback:
             self.fs.get_file(self._place(name), str(path), callback=callback)
 

@@ -87,7 +87,6 @@ class TunedSettings:
     used: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def profile_of_run(self, profile: Profile) -> Profile:
-        """A profile with the run settings."""
         self.used["run"] = changes(profile, self.run)
         return applied(profile, self.run)
 
@@ -117,7 +116,6 @@ class TunedSettings:
         return f"tuned: {text} ({self.path}; --profile-set tuned=no ignores it)"
 
     def describe(self) -> dict:
-        """The used settings, for the report."""
         return {"file": str(self.path), "settings": self.used}
 
     def write(self) -> None:

@@ -239,22 +239,18 @@ class Workspace:
 
     @cached_property
     def video_encoder(self):
-        """The video encoder's configuration. Raises UserError if the ranks do not support it."""
         return video_encoder_config(self.config)
 
     @cached_property
     def audio_decoder(self):
-        """The mel decoder's configuration. Raises UserError if the ranks do not support it."""
         return audio_decoder_config(self.config)
 
     @cached_property
     def vocoder(self):
-        """The vocoder's configuration. Raises UserError if the ranks do not support it."""
         return vocoder_config(self.config)
 
     @cached_property
     def tokenizer(self):
-        """Gemma's tokenizer."""
         assert self.gemma_root
         file = self.files.text_encoder
         return embedded_tokenizer(file) if file else load_tokenizer(self.gemma_root)
@@ -546,14 +542,12 @@ class Workspace:
         return [self.find(need, commands) for need in needs]
 
     def weights(self, model: str, loras: WeightSet = ()) -> Path:
-        """The folder of a weight_set."""
         return self.find(self.weight_set(model, loras))
 
     def dit_weights(self, loras: WeightSet = ()) -> Path:
         return self.weights("dit", loras)
 
     def programs(self, graphs: Iterable[Need]) -> dict[str, Manifest]:
-        """The compiled programs of graphs, by name."""
         return {need.name: Manifest(self.find(need)) for need in graphs}
 
     def dit_program_for(self, job: Job, stage: Stage, tile: int = 0) -> tuple[Bucket, Manifest]:
@@ -586,7 +580,6 @@ class Workspace:
 
     @property
     def compiler_cache(self) -> Path:
-        """The cache folder of compilers that run in the ranks."""
         return self.artifacts / "compiled"
 
     def tile_shapes(self, clip: tuple[int, int, int]) -> list[tuple[int, int, int]]:
@@ -644,7 +637,6 @@ def graph_settings(profile: Profile) -> dict[str, object]:
 
 
 def times(sizes: Iterable[int]) -> str:
-    """Sizes as text, such as 2x3x4."""
     return "x".join(map(str, sizes))
 
 

@@ -25,7 +25,6 @@ _TAGS["srgb_linear"] = "sRGB", (0.64, 0.33, 0.3, 0.6, 0.15, 0.06, 0.3127, 0.329)
 
 
 def package(name: str) -> Any:
-    """A package of the extra "hdr"."""
     try:
         return import_module(name)
     except ImportError:
@@ -75,7 +74,6 @@ def hlg_signal(codes: np.ndarray) -> np.ndarray:
 
 
 def exr_folder(video: Path, space: str) -> Path:
-    """The folder of the EXR files beside a video."""
     return video.with_name(f"{video.stem}_{space}_exr")
 
 

@@ -71,10 +71,8 @@ class ModelFile(NamedTuple):
                 f"the config in {self.path} does not fit the {self.name}: {type(error).__name__}:"
                 f" {error}\npass the published file with {self.flag} FILE: {self.download}"
             ) from None
-        expected = {
-            self._name_in_file(name): tuple(tensor.shape)
-            for name, tensor in module.state_dict().items()
-        }
+        tensors = module.state_dict().items()
+        expected = {self._name_in_file(name): tuple(tensor.shape) for name, tensor in tensors}
         if problems := self._problems(expected):
             listing = "\n  ".join(problems)
             raise UserError(
@@ -147,13 +145,13 @@ def checkpoint_spec(
     from ltx_core.model import audio_vae, video_vae
     from ltx_core.model.video_vae.ops import PerChannelStatistics
 
-    def statistics(config: Mapping[str, Any]) -> torch.nn.Module:
-        return PerChannelStatistics(config["vae"]["latent_channels"])
-
     from_config, prefix = {
         "video_encoder": (video_vae.VideoEncoderConfigurator.from_config, "vae.encoder."),
         "video_decoder": (video_vae.VideoDecoderConfigurator.from_config, "vae.decoder."),
-        "video_statistics": (statistics, "vae.per_channel_statistics."),
+        "video_statistics": (
+            lambda config: PerChannelStatistics(config["vae"]["latent_channels"]),
+            "vae.per_channel_statistics.",
+        ),
         "audio_encoder": (audio_vae.AudioEncoderConfigurator.from_config, "audio_vae.encoder."),
         "audio_decoder": (audio_vae.AudioDecoderConfigurator.from_config, "audio_vae.decoder."),
         "vocoder": (audio_vae.VocoderConfigurator.from_config, "vocoder."),

@@ -302,12 +302,8 @@ class HostModels:
             release = self.files and self.files.release
             return upsampler_spec(kind, self.upsampler_paths[kind], self.latent_dtype, release)
         # The video encoder and decoder keep the stored dtype of their weights.
-        dtypes = {
-            "video_encoder": None,
-            "video_decoder": None,
-            "video_statistics": self.latent_dtype,
-        }
-        dtype = dtypes.get(name, self.audio_dtype)
+        dtypes = {"encoder": None, "decoder": None, "statistics": self.latent_dtype}
+        dtype = dtypes[model] if kind == "video" else self.audio_dtype
         return checkpoint_spec(name, self.checkpoint_path, self.config, dtype, self.files)
 
 

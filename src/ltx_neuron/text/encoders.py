@@ -77,7 +77,6 @@ class RankTextEncoder:
         self.buckets, self.host_file, self.apart = buckets, open_host_file(weights), apart
 
     def encode(self, prompts: list[list[int]]) -> list[Contexts]:
-        """Contexts of the prompts of one job."""
         packs = pack_prompts(prompts, self.apart)
         features = self.ranks.share([partial(self._features, pack) for pack in packs])
         registers = {

@@ -89,7 +89,6 @@ class HostTextEncoder:
 
     @torch.no_grad()
     def encode(self, prompts: list[list[int]]) -> list[Contexts]:
-        """Contexts of the prompts of one job, encoded together."""
         with self.stored_linear:
             packs = inputs.pack_prompts(prompts)
             return [context for pack in packs for context in self._encode_pack(pack)]

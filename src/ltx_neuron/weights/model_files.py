@@ -98,7 +98,8 @@ class TextEncoderFile(WeightFile):
                 f"{path}: the 'gemma_config' metadata is not a JSON object: {error}\nDownload it"
                 f" again: {self.download}"
             ) from None
-        # Name of a file -> its tensor, or None if its text is in the metadata.
+        # The other files of Gemma's folder -> their tensors, which are no weights, or None if the
+        # text is in the metadata.
         self._assets: dict[str, str | None] = {n: None for n in _SIDECARS if n in self.metadata}
         for key in [key for key in self.shapes if key == _TOKENIZER or key.startswith(_ASSET)]:
             name = "tokenizer.json" if key == _TOKENIZER else key.removeprefix(_ASSET)
@@ -108,15 +109,6 @@ class TextEncoderFile(WeightFile):
         for name in ("tokenizer.json", "tokenizer_config.json"):
             if name not in self._assets:
                 raise UserError(f"{path} has no {name}\nDownload it again: {self.download}")
-
-    @property
-    def assets(self) -> tuple[str, ...]:
-        """Names of the other files of Gemma's folder in it: no weights, so not in `shapes`."""
-        return tuple(sorted(self._assets))
-
-    @property
-    def gemma_version(self) -> str | None:
-        return self.gemma_config.get("gemma_version")
 
     def asset(self, name: str) -> bytes:
         key = self._assets[name]
@@ -324,20 +316,19 @@ class ModelFiles:
                 f" type --gemma-root FILE\nDownload it: {download}"
             )
         file = TextEncoderFile(root, download)
-        gemma_version = None
+        gemma_version, has = None, file.gemma_config.get("gemma_version")
         with suppress(ValueError, AttributeError):  # damaged metadata
             source = json.loads(self.checkpoint.metadata.get("gemma_source_checkpoint", "{}"))
             gemma_version = source.get("gemma_version")
-        if gemma_version not in (None, file.gemma_version):
+        if gemma_version not in (None, has):
             raise UserError(
-                f"--gemma-root {root} has Gemma of version {file.gemma_version}, but"
+                f"--gemma-root {root} has Gemma of version {has}, but"
                 f" --checkpoint-path {self.checkpoint.path} was trained with {gemma_version}\n"
                 f"Download it: {download}"
             )
         return file
 
     def _check_folder(self, root: Path | None) -> None:
-        """Raise UserError for a file, such as the text encoder of a split release."""
         if root is None or not root.is_file():
             return
         what = other_format(root) or "a file"

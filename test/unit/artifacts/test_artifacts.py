@@ -22,7 +22,7 @@ from ltx_neuron.artifacts.__main__ import main, table
 from ltx_neuron.artifacts.store import Store, names_in, without_user
 from ltx_neuron.artifacts.transfer import pull, push
 from ltx_neuron.backends.manifest import sha256
-from ltx_neuron.errors import RunError, UserError
+from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST, read_json, write_json
 from ltx_neuron.invocation import command
 from ltx_neuron.weights.rankfiles import verify
@@ -47,8 +47,7 @@ input()
 
 @pytest.fixture(scope="module")
 def s3():
-    """A server that speaks S3 (moto), in a process of its own, and the environment that leads
-    there."""
+    """A server that speaks S3 (moto), in a process of its own, and the environment that leads there."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     server = subprocess.Popen([sys.executable, "-c", SERVER], stderr=subprocess.DEVNULL, **pipes)
     port = server.stdout.readline().strip()
@@ -66,7 +65,6 @@ def s3():
 
 
 def url_of(kind: str, request, tmp_path: Path) -> str:
-    """An empty place of a kind."""
     if kind == "folder":
         return str(tmp_path / "store")
     if kind == "memory":
@@ -114,7 +112,6 @@ def source(tmp_path):
 
 
 def content(root: Path) -> dict[str, bytes]:
-    """All files under a folder."""
     return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
@@ -164,7 +161,6 @@ def killed_in_the_second_file(url: str, names: list[str], method: str, work) -> 
 
 
 def change(url: str, name: str, change) -> None:
-    """Replace what a store has under a name by what a function makes of it."""
     store = Store(url)
     place = f"{store.root}/{name}"
     store.fs.pipe_file(place, change(store.fs.cat_file(place)))
@@ -283,22 +279,6 @@ def test_a_killed_push_is_nothing_to_pull_and_goes_on_with_the_file(url, source,
 
 
 @FOLDER_AND_MEMORY
-def test_a_network_that_breaks_ends_the_pull_which_goes_on(url, source, tmp_path):
-    push(Store(url), source, [])
-
-    def breaking(*arguments, **more):
-        raise ConnectionResetError("reset by peer")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Store(url).fs, "get_file", breaking)
-        refusal = (RunError, ConnectionResetError)  # the latter from a folder: errors.run prints it
-        with pytest.raises(refusal, match="reset by peer"):
-            pull(Store(url), tmp_path / "here", ["weights"])
-    pull(Store(url), tmp_path / "here", ["weights"])
-    assert verify(folder(tmp_path / "here", WEIGHTS)) == []
-
-
-@FOLDER_AND_MEMORY
 @pytest.mark.parametrize("damage", [flipped, lambda data: data[:-1]])
 def test_a_damaged_file_is_refused_and_the_push_in_the_message_mends_it(url, source, tmp_path, damage):
     push(Store(url), source, [])
@@ -346,7 +326,6 @@ GRAPH = {"file": "../out.pt", "sha256": "0" * 64}
     [
         ("weights", {"files": {"../../../out": ENTRY}}),
         ("weights", {"files": {"/etc/passwd": ENTRY, "rank0.safetensors": ENTRY, "host.safetensors": ENTRY}}),
-        ("weights", {"files": [1, 2]}),
         ("weights", {"identity": WEIGHTS | {"model": "../../out"}}),
         ("weights", {"identity": WEIGHTS | {"kind": "/tmp"}}),
         ("weights", {"identity": WEIGHTS | {"tp": 3}}),
@@ -389,7 +368,6 @@ def test_a_disk_without_room_is_refused_before_the_first_byte(url, source, tmp_p
 
 
 def exit_of(*words: str) -> int:
-    """The exit code of the command."""
     with pytest.raises(SystemExit) as end:
         errors.run(lambda: main([*words]))
     return end.value.code
@@ -421,8 +399,6 @@ def test_a_pull_to_a_disk_that_fills_up_goes_on(source, tmp_path, small_disk, ca
         ("push data://x", 2, "NotImplementedError"),
         ("pull EMPTY", 2, "has no artifacts\nWanted: weights/, graphs/"),
         ("push EMPTY --artifacts-dir EMPTY", 2, "no finished weights or graphs in"),
-        ("push EMPTY --only gemma3", 2, "--only gemma3 matches nothing in"),
-        ("pull EMPTY --force", 2, "--force needs push, got pull"),
         ("list EMPTY --verify", 2, "--verify needs pull, got list"),
         ("pull EMPTY --artifacts-dir /dev/null/x", 2, "is not a folder you may write to"),
         ("push ", 2, "the URL of the store is empty"),

@@ -24,12 +24,9 @@ CPU = PROFILES["cpu"]
 CORES = [
     (None, TRN2, 4, [0, 1, 2, 3], None),
     (None, LARGE, 4, [0, 1, 2, 3], "0-3"),
-    (None, TRN2, 1, [0], "0"),
-    ("0-3", TRN2, 4, [0, 1, 2, 3], "0-3"),
     ("60,61,62-63", LARGE, 4, [60, 61, 62, 63], "60-63"),
     ("8-15", LARGE, 4, [8, 9, 10, 11], "8-11"),
     ("2-3", TRN2, 4, "4 ranks need 4 different logical cores, of which trn2.3xlarge has 4", None),
-    ("4-7", TRN2, 4, "4 ranks need 4 different logical cores", None),
     ("0,0,1,2", TRN2, 4, "different", None),
     ("0,2", TRN2, 1, [0], "0"),
     ("0,2,4,6", LARGE, 4, "the runtime refuses gaps.\nType: export NEURON_RT_VISIBLE_CORES=0-3", None),

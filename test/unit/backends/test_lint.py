@@ -15,8 +15,8 @@ import torch.distributed._functional_collectives as functional
 from graph_faults import FAULTS, program
 from helpers import made_config, one_thread  # noqa: F401
 from lint import Recorder, check_fx, check_hlo, compare_ranks, fx, hlo
-from lint.__main__ import main, table
-from lint.rules import Finding, Kind
+from lint.__main__ import main
+from lint.rules import Kind
 from tiny import TinySizes
 
 from ltx_neuron.backends import mesh, registry
@@ -75,13 +75,6 @@ def test_a_split_into_a_list_of_sizes_is_refused_along_any_dimension_but_the_fir
 
     _, findings = read(split).check()
     assert bool(findings) == wrong and (not wrong or "reads wrong data" in text_of(findings))
-
-
-def test_an_exported_graph_without_a_fault_has_no_finding():
-    comm = TorchDistComm(TP)
-    operations, findings = read(lambda x, index: comm.sum(x * 2)[0]).check()
-    assert findings == []
-    assert [operation.collective.group for operation in operations if operation.collective] == [GROUP]
 
 
 def test_collectives_are_found_by_their_named_groups_and_ranks_have_one_text():
@@ -228,14 +221,11 @@ def checked(line: str, groups=RANKS) -> str:
     ("line", "expected"),
     [
         ("f32[<=2]{0} add(f32[2]{0} %a.1, f32[2]{0} %a.1)", "only at run time"),
-        ("f32[?]{0} add(f32[2]{0} %a.1, f32[2]{0} %a.1)", "only at run time"),
-        ("f16[2]{0} convert(%a.1)", "f16 is introduced"),
         ("f8e4m3fn[2]{0} convert(%a.1)", "NCC_EVRF051"),
         ('f32[2]{0} custom-call(%a.1), custom_call_target="Other"', "NCC_EHCA005"),
         ("f32[2]{0} collective-permute(%a.1), source_target_pairs={{0,1}}", "Comm has only all-gather, all-reduce, re"),
         ("f32[8]{0} all-gather(%a.1), replica_groups={{0,1},{2,3}}, dimensions={0}", "ranks {{0,1},{2,3}}"),
         ("f32[2]{0} all-reduce(%a.1), replica_groups={}, to_apply=%sum", "ranks {}"),
-        ("f32[2]{0} constant({1, 2})", "a constant tensor"),
         ("f32[8]{0} all-gather(%a.1), replica_groups={{0,1,2,3}}, dimensions={0}", ""),
         ("f32[1]{0} reduce-scatter(%a.1), replica_groups={{0,1,2,3}}, dimensions={0}, to_apply=%sum", ""),
     ],
@@ -275,13 +265,6 @@ PROGRAMS = {
     "tiny, 1 block: Gemma3, 1024 tokens, all states": "gemma3",
     "tiny, 1 block: connectors": "connectors",
 }
-
-
-def test_a_fault_of_many_graphs_is_listed_once_with_every_graph():
-    faults = [Finding(graph, "sort.1 (sort)", "no sort", "sort on the host") for graph in ("head", "tail")]
-    text = table([*faults, Finding("tail", "add.3 (add)", "f64 is introduced", "make it fp32")])
-    assert text.count("no sort") == 1 and text.count("f64 is introduced") == 1
-    assert re.search("head.*tail.*no sort.*sort on the host", text, re.DOTALL)
 
 
 def test_without_torch_xla_exported_and_compiled_graphs_are_checked_and_a_finding_is_exit_code_1(monkeypatch, capsys):

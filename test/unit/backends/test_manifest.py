@@ -38,8 +38,6 @@ BYTES = 4 * 8 * 4  # of one tensor of the toy
 
 
 class Chain(nn.Module):
-    """As many tensors alive at once as there are summands."""
-
     def __init__(self, summands: int, tp: int = 1):
         super().__init__()
         self.summands, self.comm = summands, TorchDistComm(tp)
@@ -76,6 +74,9 @@ def test_the_cost_of_a_run_is_the_sum_over_its_calls_and_the_largest_peak(tmp_pa
     assert total["flops"] == 2 * costs["chain2"]["flops"] + costs["chain5"]["flops"]
     # x, and the latent that is returned too
     assert Manifest(tmp_path).upload_bytes() == 2 * BYTES
+    with fake_process_group(2):
+        counted = cost(trace(Program({"chain": Chain(1, 2)}, {}, INPUTS, {"y": ROWS}), "chain", torch.float32))
+    assert (counted["collectives"], counted["collective_bytes"]) == (1, BYTES)
 
 
 def test_the_file_of_a_graph_is_the_same_whenever_and_wherever_it_is_made(tmp_path):
@@ -83,13 +84,6 @@ def test_the_file_of_a_graph_is_the_same_whenever_and_wherever_it_is_made(tmp_pa
         compile_program(program(2), tmp_path / folder, {}, torch.float32)
     one, two = ((tmp_path / folder / "chain2.pt2").read_bytes() for folder in ("one", "two"))
     assert one == two
-
-
-def test_a_graph_has_the_collectives_of_its_comm():
-    with fake_process_group(2):
-        made = Program({"chain": Chain(1, 2)}, {}, INPUTS, {"y": ROWS})
-        counted = cost(trace(made, "chain", torch.float32))
-    assert (counted["collectives"], counted["collective_bytes"]) == (1, BYTES)
 
 
 def test_a_file_is_hashed_once_a_process_and_again_when_it_changed(tmp_path, monkeypatch):
@@ -153,7 +147,6 @@ FLIPPED = {
 
 @pytest.fixture(scope="module")
 def prepared(tiny, tmp_path_factory) -> list[str]:
-    """The command that made weights and graphs of a small job."""
     made = tmp_path_factory.mktemp("prepared") / "artifacts"
     words = ["prepare", "--checkpoint-path", tiny.checkpoint, "--gemma-root", tiny.gemma_root]
     words += ["--artifacts-dir", made, "--profile", "cpu", "--tp-degree", 1, "--dtype", "float32"]
@@ -163,7 +156,6 @@ def prepared(tiny, tmp_path_factory) -> list[str]:
 
 
 def refusal_of(words: list) -> str:
-    """What a command of ltx-neuron is refused with; empty where it is taken."""
     try:
         dispatch([*map(str, words)])
     except UserError as error:

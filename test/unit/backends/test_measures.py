@@ -1,10 +1,7 @@
 """The measures of quality find in the world's own clips what is there, and not what is not."""
 
-from dataclasses import replace
-
 import measures
 import pytest
-import torch
 import world
 from torch import Generator
 
@@ -33,30 +30,3 @@ def test_another_scenes_clip_scores_nothing_that_differs():
             alike = getattr(asked, attribute) == getattr(shown, attribute)
             assert getattr(score, attribute) == alike, (attribute, asked, shown)
         assert score.pitch == (asked.shape == shown.shape)
-
-
-def test_a_sound_half_a_second_late_is_not_together():
-    for scene in scenes(8):
-        late = torch.nn.functional.pad(scene.waveform(RATE, SECONDS), (RATE // 2, 0))
-        clip = scene.frames(64, 96, FRAMES, FRAME_RATE), late[:, : round(SECONDS * RATE)]
-        apart = measures.score(scene, *clip, RATE, FRAME_RATE)
-        alternates = len(scene.bounces(SECONDS)) > 2  # then another pulse may be near
-        assert alternates or not apart.together, scene
-
-
-def test_noise_and_silence_show_and_sound_like_nothing():
-    noise = torch.rand(FRAMES, 64, 96, 3, generator=Generator().manual_seed(0))
-    assert measures.see(noise, FRAME_RATE).direction is None
-    assert measures.hear(torch.zeros(2, RATE), RATE) == measures.Heard(None, [])
-
-
-def test_a_clip_is_nearest_to_the_course_that_it_takes_and_far_from_other_words():
-    for scene in scenes(2):
-        for course in scene.courses()[::5]:
-            clip = course.frames(64, 96, FRAMES, FRAME_RATE), course.waveform(RATE, SECONDS)
-            actual = measures.nearest(scene, *clip, RATE, FRAME_RATE)
-            assert actual.scene == course and actual.psnr > 100 and actual.sound > 0.999
-    asked, shown = (replace(scene, shape=shape) for shape in ("circle", "cross"))
-    clip = shown.courses()[0].frames(64, 96, FRAMES, FRAME_RATE), shown.waveform(RATE, SECONDS)
-    actual = measures.nearest(asked, *clip, RATE, FRAME_RATE)
-    assert actual.psnr < 25 and actual.sound < 0.2, actual

@@ -15,7 +15,7 @@ import torch
 from helpers import save_weights
 from torch import Tensor, nn
 
-from ltx_neuron.backends import export, mesh, nki, registry
+from ltx_neuron.backends import export, nki, registry
 from ltx_neuron.backends.export import TorchDistComm
 from ltx_neuron.backends.nxd import compile as nxd_compile
 from ltx_neuron.backends.nxd import runtime
@@ -202,12 +202,6 @@ def test_a_graph_whose_collective_is_over_other_ranks_than_those_of_the_layout_i
     with pytest.raises(RunError) as error:
         nxd_compile.collectives(hlo_of((opcode, shape(4), over, shape(4))), groups)
     assert f"an {opcode} over ranks {over}, wanted one of" in str(error.value)
-
-
-def test_the_groups_of_a_compiled_graph_are_those_of_the_layout_or_the_world():
-    assert mesh.compiled(resolve(TRN2), 4) == WORLD
-    two = resolve("trn2.48xlarge", ("context_parallel=2",))
-    assert mesh.compiled(two, 4) == mesh.groups(two, 4)
 
 
 def test_flags_have_the_cores_per_logical_core_of_the_profile_and_kernels_need_nkilib():

@@ -108,12 +108,12 @@ def test_a_thread_that_begins_while_workers_are_made_has_the_usual_number_of_thr
     """A clip's latents are upsampled while the last one's frames and sound are decoded, each by workers of its
     own: with another number of threads, the video would have other bits."""
     torch.set_num_threads(3)
-    over, counts = threading.Event(), []
+    over, counts, own = threading.Event(), [], set()
 
     def make_workers() -> None:
         while not over.is_set():
-            with Workers(2):
-                pass
+            with Workers(2) as workers:
+                workers.map(lambda _: own.add(torch.get_num_threads()), range(4))
             counts.append(torch.get_num_threads())
 
     with Background() as one, Background() as two:
@@ -121,20 +121,21 @@ def test_a_thread_that_begins_while_workers_are_made_has_the_usual_number_of_thr
         counts += [result_of(torch.get_num_threads) for _ in range(200)]
         over.set()
         assert not [wait_for(future) for future in futures if future.exception()]
-    assert {*counts} == {3}
+    assert ({*counts}, own) == ({3}, {1})
 
 
 # --- what is made ahead ---------------------------------------------------------------------------
 
 
 def counted(count: int, numbers: list[int]):
-    """A generator of numbers, each of which is noted; its end is noted as well."""
+    """A generator of numbers, each of which is noted; its end, in the same thread, is noted as well."""
+    thread = threading.get_ident()
     try:
         for number in range(count):
             numbers.append(number)
             yield number
     finally:
-        numbers.append(-1)
+        numbers.append(-1 if threading.get_ident() == thread else -2)
 
 
 def test_while_a_prefetched_item_is_used_one_waits_and_the_next_is_made():
@@ -149,22 +150,6 @@ def test_while_a_prefetched_item_is_used_one_waits_and_the_next_is_made():
         assert (next(items), next(items)) == (0, 1)
         with pytest.raises(ZeroDivisionError):  # after the items before it
             next(items)
-
-
-def test_prefetched_items_are_closed_in_the_thread_that_made_them():
-    threads = []
-
-    def items():
-        try:
-            while True:
-                threads.append(threading.get_ident())
-                yield 0
-        finally:
-            threads.append(threading.get_ident())
-
-    with closing(prefetch(items())) as prefetched:
-        next(prefetched)
-    assert len({*threads}) == 1 and threads[0] != threading.get_ident()
 
 
 @pytest.mark.parametrize("error", [None, OSError(28, "No space left on device")])

@@ -58,34 +58,9 @@ def test_a_convolution_equals_torchs_of_the_map_with_its_end_frames_repeated(wor
     assert rel(result, expected) < (BFLOAT16 if dtype == torch.bfloat16 else fp32_bound(27 * 8))
 
 
-def test_the_same_convolution_gives_the_same_bits(workers):
-    operands = random_map(9, 12, 20, 32), randn(16, 32, 3, 3, 3, seed=1), randn(16, seed=2)
-    assert torch.equal(convolved(*operands, workers), convolved(*operands, workers))
-
-
-def test_bfloat16_weights_give_a_float32_maps_result_in_float32(workers):
-    source = random_map(4, 8, 8, 32)
-    weight, bias = randn(32, 32, 3, 3, 3, seed=1).bfloat16(), randn(32, seed=2).bfloat16()
-    expected = convolved(source, weight.float(), bias.float(), workers)
-    assert torch.equal(convolved(source, weight, bias, workers), expected)
-
-
 def test_an_error_in_a_worker_is_raised(workers):
     def write(frames, rows, piece):
         raise RuntimeError("disk full")
 
     with pytest.raises(RuntimeError, match="disk full"):
         convolved(random_map(4, 4, 4, 2), randn(2, 2, 3, 3, 3), randn(2), workers, write)
-
-
-def test_workers_leave_torchs_threads_as_they_were():
-    from concurrent.futures import ThreadPoolExecutor
-
-    threads = torch.get_num_threads()
-    with Workers() as workers:
-        counts = []
-        workers.map(lambda _: counts.append(torch.get_num_threads()), range(10))
-        assert set(counts) == {1}
-        assert torch.get_num_threads() == threads
-        with ThreadPoolExecutor(1) as later:
-            assert later.submit(torch.get_num_threads).result() == threads

@@ -47,19 +47,16 @@ def test_the_head_predicts_the_seconds_of_ltx_core_from_both_streams(tmp_path):
     torch.testing.assert_close(seconds, golden["seconds"], rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "rate", "limits", "frames"),
-    [
+def test_predicted_seconds_become_frames_as_in_ltx_pipelines():
+    for seconds, rate, limits, frames in (
         (1.1954, 24, (), 25),  # 29 frames: the next lower 8k+1
         (0.2, 24, (), 25),  # the minimum, 24 frames: the next higher one
         (99, 24, (), 473),  # the maximum
         (7, 23.976, (), 161),
         (4.96, 24, (5, 6), 121),
         (1, 24, (1, 1), 17),  # no 8k+1 within the limits
-    ],
-)
-def test_predicted_seconds_become_frames_as_in_ltx_pipelines(seconds, rate, limits, frames):
-    assert AutoDuration(*limits).num_frames(seconds, rate) == frames
+    ):
+        assert AutoDuration(*limits).num_frames(seconds, rate) == frames
 
 
 def test_a_head_is_refused_with_a_release_that_has_none_and_of_other_widths(tmp_path):
@@ -74,22 +71,10 @@ def test_a_head_is_refused_with_a_release_that_has_none_and_of_other_widths(tmp_
         duration_head_spec(wide, fitting, TRANSFORMER)
 
 
-@pytest.mark.parametrize(
-    ("name", "changed", "message"),
-    [
-        ("mlp_out.bias", None, "missing: duration_head.mlp_out.bias"),
-        ("mlp_more.bias", torch.zeros(1), "unexpected: duration_head.mlp_more.bias"),
-        ("mlp_out.bias", torch.zeros(2), r"duration_head.mlp_out.bias: \(2,\), wanted"),
-    ],
-)
-def test_a_head_with_other_tensors_than_its_config_has_is_refused(tmp_path, name, changed, message):
-    def change(tensors):
-        tensors.pop(f"duration_head.{name}", None)
-        if changed is not None:
-            tensors[f"duration_head.{name}"] = changed
-
-    file = head_file(tmp_path / "head.safetensors", change)
-    with pytest.raises(UserError, match=message):
+def test_a_head_with_other_tensors_than_its_config_has_is_refused(tmp_path):
+    more = {"duration_head.mlp_more.bias": torch.zeros(1)}
+    file = head_file(tmp_path / "head.safetensors", lambda tensors: tensors.update(more))
+    with pytest.raises(UserError, match="unexpected: duration_head.mlp_more.bias"):
         duration_head_spec(file, checkpoint(tmp_path), TRANSFORMER).load()
 
 
@@ -134,7 +119,7 @@ def test_a_lines_length_replaces_the_commands(tmp_path):
         (
             generate,
             "--predict-duration --prompts-file jobs.jsonl",
-            "is for one --prompt and makes no video: leave --prompts-file out",
+            "is for one --prompt and .*leave --prompts-file out",
         ),
         (prepare, "--auto-duration", "Type --num-frames N, the length that generate --predict"),
     ],

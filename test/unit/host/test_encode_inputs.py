@@ -127,23 +127,6 @@ def ic_lora(*references, frames=25, mask=None, size=(64, 96)):
 # --- an input sound -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name, frames, rate, start, duration, latents",
-    [("sound.wav", 25, 24.0, 0.15, None, 26), ("film.mp4", 17, 25.0, 0.0, 1.0, 17)],  # the last longer than the video
-)
-def test_a_sound_is_encoded_cut_to_the_video_and_its_waveform_is_unchanged(
-    files, host, theirs, name, frames, rate, start, duration, latents
-):
-    path, seconds = files / name, duration or frames / rate
-    tensors = checked(host, a2v(path, frames, rate, start_time=start, max_duration=duration))
-    mel, latent = sound_latent(theirs, host, path, start, seconds)
-    sound = read_sound(path, "", start, seconds)
-    wanted = {"mel": mel, "audio_latent": latent[:, :, :latents], "waveform": sound.samples}
-    assert tensors.pop("waveform_rate") == sound.rate and tensors.keys() == wanted.keys()
-    assert all(torch.equal(tensors[name], tensor) for name, tensor in wanted.items())
-    assert tensors["audio_latent"].shape == (1, 8, latents, 16)
-
-
 def test_a_mono_sound_is_used_for_both_channels_with_a_message(tmp_path, host, capsys):
     one = tone(22050, 1.0)[:1]
     mono, both = wav(tmp_path / "mono.wav", one, 22050), wav(tmp_path / "both.wav", one.expand(2, -1), 22050)
@@ -340,36 +323,7 @@ def test_long_clips_are_encoded_in_tiles_by_the_ranks_but_an_ic_loras_references
     assert reference.encoded_clips[0].whole and not dub.encoded_clips[0].whole
 
 
-def test_a_mono_voice_of_a_dubbed_clip_is_used_for_both_channels(host, tiny, tmp_path, capsys, monkeypatch):
-    sound = Sound(tone(16000, 0.5)[:1], 16000)
-    monkeypatch.setattr("ltx_neuron.host.encode_inputs.read_sound", lambda *a: sound)
-    path = write_film(tmp_path / "clip.mkv", picture_frames(9, 64, 96, 3))
-    encode(host, dubbed(tiny, path, 9))
-    assert f"--reference-video {path}: mono sound, used for both" in capsys.readouterr().out
-
-
 # --- references -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "count, space, time, frames",
-    [
-        (20, 1, 1, range(17)),  # fewer than the clip's, cut to 8k+1
-        (25, 2, 1, range(25)),
-        (25, 1, 3, [0, *range(1, 24, 3)]),
-        (25, 2, 24, [0]),
-    ],
-)
-def test_a_reference_is_encoded_in_its_own_size_and_step_at_half_of_two_stages(
-    tmp_path, host, theirs, count, space, time, frames
-):
-    path = write_film(tmp_path / "reference.mp4", picture_frames(count, 100, 130, 5), rate=30)
-    reference = ReferenceVideo(path, 1.0, count, space, time)
-    job = make_job("rain", Size(128, 256, 25, two_stage=True), references=(reference,))
-    got = checked(host, job)
-    wanted = latent_of(theirs, pixels(path, 64 // space, 128 // space, 25)[:, :, list(frames)])
-    assert got.keys() == {"reference_latent"} and rel(got["reference_latent"], wanted) < ENCODED
-    assert tuple(wanted.shape[2:]) == reference.latent_shape(job.size.first)
 
 
 def test_an_image_as_a_reference_is_encoded_as_a_video_of_equal_frames(tmp_path, host, theirs):
@@ -411,19 +365,6 @@ def test_a_mask_weighs_the_tokens_of_all_references_in_order(files, host, tiny):
     rounded = encode(HostModels(tiny.checkpoint, host.config, torch.bfloat16, host_dtype=torch.float32), job)
     assert rounded.keys() == tensors.keys() and {tensor.dtype for tensor in rounded.values()} == {torch.bfloat16}
     assert 1e-4 < rel(rounded["reference_attention"].float(), tensors["reference_attention"]) < 1e-2
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("frames, shape", [(17, (3, 2, 3)), (17, (2, 4, 6)), (9, (1, 2, 3)), (1, (1, 1, 1))])
-def test_weights_of_tokens_are_those_of_ltx_pipelines(frames, shape, dtype):
-    from ltx_core.types import VideoLatentShape
-    from ltx_pipelines.ic_lora import ICLoraPipeline
-
-    clip = (torch.rand(1, 3, frames, 64, 96, generator=generator()) * 2.4 - 1.2).to(dtype)
-    mask = ((clip.mean(dim=1, keepdim=True) + 1.0) / 2.0).clamp(0.0, 1.0)
-    expected = ICLoraPipeline._downsample_mask_to_latent(mask, VideoLatentShape(1, 128, *shape))
-    weights = token_weights(clip, shape)
-    assert weights.dtype == dtype and torch.equal(weights, expected)
 
 
 @pytest.mark.parametrize(

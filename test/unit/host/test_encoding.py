@@ -23,12 +23,6 @@ def test_weights_of_tiles_add_up_to_one_and_each_tile_has_its_size(length, causa
     assert [tile.start for tile in tiles[1:]] == [7 * i - causal for i in range(1, len(tiles))]
 
 
-def test_a_later_tiles_first_latent_counts_for_nothing_in_time():
-    first, second = parts(12, 10, 3, causal=True)
-    assert torch.allclose(second.weights[:4], torch.tensor([0, 0.25, 0.5, 0.75]))
-    assert torch.allclose(first.weights[-3:], torch.tensor([0.75, 0.5, 0.25]))
-
-
 # A clip, and the frames, rows and columns of its first tiles
 @pytest.mark.parametrize(
     ("clip", "tiles"),

@@ -135,10 +135,8 @@ def test_an_image_that_cannot_be_used_is_refused(tmp_path):
     [
         (b"\0\0\0\x18ftypheic", "it is HEIC"),
         (b"%PDF-1.4", "it is a PDF; wanted PNG, JPEG"),
-        (b"<svg xmlns=", "it is SVG or a web page; wanted PNG"),
         (b"\xff\x0a\xfa", "it is JPEG XL; wanted PNG"),
         (b"\0\0\0\x18ftypisom", "it is a video; wanted PNG"),
-        (b"\0\0\0\x18ftypavif", "as an image: (?!it is)"),
         (b"RIFF\0\0\0\0WEBP", "as an image: (?!it is)"),
     ],
 )
@@ -172,13 +170,10 @@ def test_an_animated_webp_is_taken_as_a_video_after_the_printed_command(tmp_path
 FILES = [
     ("a.mp4", "PNG", {}, True),
     ("a", "JPEG", {}, True),
-    ("A.AVIF", "AVIF", {}, True),
     ("a.webp", "WEBP", {}, True),
     ("pages.tif", "TIFF", PAGES, True),
     ("photo of a phone.jpg", "MPO", PAGES, True),
     ("one.gif", "GIF", {}, True),
-    ("a b'.bmp", "BMP", {}, True),
-    ("moves.jpg", "GIF", MOVING, False),
     ("moves.png", "PNG", MOVING, False),
     ("moves.avif", "AVIF", MOVING, False),
 ]

@@ -3,7 +3,6 @@
 import re
 import shlex
 from functools import partial
-from itertools import islice
 
 import av
 import numpy as np
@@ -16,7 +15,7 @@ from printed import runs
 
 from ltx_neuron.errors import UserError
 from ltx_neuron.host import encode_inputs
-from ltx_neuron.host.media import ffmpeg, first_frames, footage, pixels_of, read_sound, video_size
+from ltx_neuron.host.media import ffmpeg, first_frames, footage, read_sound, video_size
 from ltx_neuron.host.video import write_video
 from ltx_neuron.job import Size
 from ltx_neuron.sampling.conditions import ReferenceAudio, ReferenceVideo, Retake, SoundCondition
@@ -41,25 +40,6 @@ def film(tmp_path_factory):
 # --- what is read ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("start, duration", [(0.0, None), (0.3, 0.4), (0.31, None)])
-def test_a_films_sound_is_what_ltx_pipelines_reads(film, start, duration):
-    from ltx_pipelines.utils.media_io import decode_audio_from_file
-
-    theirs = decode_audio_from_file(str(film), torch.device("cpu"), start, duration)
-    ours = read_sound(film, "", start, duration)
-    assert ours.rate == theirs.sampling_rate == 48000
-    assert torch.equal(ours.samples, theirs.waveform[0])
-
-
-def test_frames_are_read_scaled_and_cropped_as_in_ltx_pipelines(film):
-    from ltx_pipelines.utils import media_io
-
-    theirs = [frame[0].numpy() for frame in media_io.decode_video_from_file(str(film), 25, "cpu")]
-    assert np.array_equal(list(first_frames(film, "")), theirs)
-    theirs = media_io.load_video_conditioning(str(film), 32, 96, 9, torch.float32, torch.device("cpu"))
-    assert torch.equal(pixels_of(islice(first_frames(film, ""), 9), 32, 96), theirs)
-
-
 @pytest.mark.parametrize(
     "codec, format, scale, kind",
     [
@@ -76,14 +56,6 @@ def test_samples_of_any_format_are_those_that_were_written(tmp_path, codec, form
     path = write_sound(tmp_path / "a.wav", stored.T.reshape(1, -1).copy(), 22050, codec, format=format)
     samples, rate = read_sound(path, "")
     assert rate == 22050 and torch.equal(samples, torch.from_numpy((stored.astype(float) - silence) / scale).float())
-
-
-def test_a_mono_sound_has_one_channel_and_no_sound_at_a_time_is_none(film, tmp_path):
-    stored = (tone(8000, 0.1)[:1] * 2**15).numpy().astype(np.int16)
-    mono = write_sound(tmp_path / "b.wav", stored, 8000, "pcm_s16le", "mono", "s16")
-    assert read_sound(mono, "").samples.shape == (1, 800)
-    assert read_sound(film, "", start=9.0) is None
-    assert read_sound(write_clip(tmp_path / "silent.mp4", codec=None), "") is None
 
 
 # The first four numbers of an MP4's display matrix -> quarter turns counterclockwise from what is stored to
@@ -141,17 +113,12 @@ SHIFTED = {"avoid_negative_ts": "disabled"}
 CLIPS = [
     ("plain.mp4", {}),
     ("late.mp4", LATE),
-    ("late.mkv", LATE | {"codec": "flac"}),
     ("late.flv", LATE | {"rate": 44100}),
-    ("late.ts", LATE | {"codec": "mp2"}),
     ("early.mp4", EARLY),
     ("early.mkv", EARLY | {"codec": "libopus"}),
-    ("both.mov", BOTH | {"codec": "pcm_s16le"}),
     ("before zero.mkv", {"sound_at": -0.25, "container": SHIFTED, "codec": "pcm_s16le"}),
     ("gap.mp4", {"moved": GAP}),
-    ("gap.ts", {"moved": GAP, "codec": "mp2"}),
     ("two gaps.mkv", {"moved": lambda time: GAP(time) and without(0.55, 0.6)(time)}),
-    ("late with a gap.mp4", LATE | {"moved": without(0.4, 0.6)}),
     ("one packet lost.mkv", {"moved": without(0.39, 0.41), "codec": "libopus"}),
     ("delay of MP3.mp4", {"codec": "libmp3lame", "rate": 44100}),
     ("delay of Opus.mp4", {"codec": "libopus"}),
@@ -264,31 +231,20 @@ def test_what_is_filled_with_silence_or_left_out_is_noted_of_every_input_by_its_
     begins = "its sound begins after 0.2[35] s: silence before it"
     voice, sound = ReferenceAudio(late, 12), SoundCondition(late, 0.1)
     of_voice = "gives 0.5 s of sound; its LoRA was trained on about 5 s, wanted 2 to 10"
+    pauses = "its sound has pauses of 0.[01][0-9] s in all: silence in them"
+    ends = "its sound ends 0.[23][0-9] s before its picture: silence after it"
+    retaken = [RETAKEN(retake=Retake(path, 0.1, 0.3)) for path in (plain, mute, early, gaps)]
     for job, flag, messages in (
-        (RETAKEN(retake=Retake(plain, 0.1, 0.3)), "", []),
-        (RETAKEN(retake=Retake(mute, 0.1, 0.3)), "", []),
-        (
-            RETAKEN(retake=Retake(early, 0.1, 0.3)),
-            "--video-path",
-            [": 0.25 s of its sound before its picture are left out"],
-        ),
-        (
-            RETAKEN(retake=Retake(gaps, 0.1, 0.3)),
-            "--video-path",
-            [
-                f": {begins}",
-                ": its sound has pauses of 0.[01][0-9] s in all: silence in them",
-                ": its sound ends 0.[23][0-9] s before its picture: silence after it",
-            ],
-        ),
-        (RETAKEN(retake=Retake(late, extend=1.0, source_frames=33)), "--video-path", [f": {begins}"]),
-        (make_job("", Size(64, 96, 25), sound=sound), "--audio-path", [f": {begins}"]),
-        (make_job("", Size(64, 96, 25), reference_sound=voice), "--reference-audio", [f": {begins}", f" {of_voice}"]),
-        (RETAKEN(reference_sound=voice, dubbing=ReferenceVideo(late, 1.0, 33)), "--reference-video", [f": {begins}"]),
+        (retaken[0], "", ()),
+        (retaken[1], "", ()),
+        (retaken[2], "--video-path", (": 0.25 s of its sound before its picture are left out",)),
+        (retaken[3], "--video-path", (f": {begins}", f": {pauses}", f": {ends}")),
+        (RETAKEN(retake=Retake(late, extend=1.0, source_frames=33)), "--video-path", (f": {begins}",)),
+        (make_job("", Size(64, 96, 25), sound=sound), "--audio-path", (f": {begins}",)),
+        (make_job("", Size(64, 96, 25), reference_sound=voice), "--reference-audio", (f": {begins}", f" {of_voice}")),
+        (RETAKEN(reference_sound=voice, dubbing=ReferenceVideo(late, 1.0, 33)), "--reference-video", (f": {begins}",)),
     ):
-        notes = encode_inputs.notes(job)
-        assert len(notes) == len(messages), notes
-        for note, message in zip(notes, messages, strict=True):
+        for note, message in zip(encode_inputs.notes(job), messages, strict=True):
             assert re.fullmatch(f"{flag} [^ ]*.mp4{message}", note), note
 
 

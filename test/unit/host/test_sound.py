@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from helpers import one_thread, randn, randomised, rel, run_program  # noqa: F401
+from helpers import allowed, one_thread, randn, randomised, rel, run_program  # noqa: F401
 from tiny.config import TinySizes, merge, released_config, tiny_config
 from tiny.weights import vocoder_weights
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,8 +24,7 @@ from ltx_neuron.weights.tensorfile import TensorFile
 
 # Of tests that take seconds: the tiny config has the same layers.
 KERNELS = pytest.mark.parametrize("config", ["released kernels"], indirect=True)
-# Random layers answer a rounding with ten of it: ltx-core's float32 is 8e-6 from its float64. A
-# wrong tap leaves 1e-2.
+# Random layers answer a rounding with ten of it: ltx-core's float32 is 8e-6 from its float64. A wrong tap leaves 1e-2.
 ROUNDING = 5e-5
 # The released kernels, rates and levels, with few channels.
 NARROW = {
@@ -80,8 +79,7 @@ def latent(frames: int) -> torch.Tensor:
     return randn(1, 8, frames, 16, seed=frames)
 
 
-# Short ones have one span of a graph, long ones many; 150 has windows of its own where they are cut
-# short.
+# Short ones have one span of a graph, long ones many; 150 has windows of its own where they are cut short.
 @pytest.mark.parametrize("rows", [1, 30, 150])
 def test_a_waveform_that_is_not_clipped_equals_ltx_cores(vocoders, rows, monkeypatch):
     monkeypatch.setattr(sound, "WINDOW", 140)
@@ -104,16 +102,6 @@ def test_a_spectrogram_equals_ltx_cores(decoders, frames, monkeypatch):
     broken = latent(frames)
     broken[0, 0, 0, 0] = torch.nan
     assert not ours(broken).isfinite().all()
-
-
-@KERNELS
-@pytest.mark.parametrize("work, most", [(0, 4), (10, 64)])
-def test_spans_of_graphs_are_seamless(vocoders, decoders, monkeypatch, work, most):
-    expected = vocoders[0](mel(60)), decoders[0](latent(50))
-    monkeypatch.setattr(sound, "MORE_WORK", work)
-    monkeypatch.setattr(sound, "MOST_SPANS", most)
-    assert rel(vocoders[1](mel(60)), expected[0]) < ROUNDING
-    assert rel(decoders[1](latent(50)), expected[1]) < 3e-6
 
 
 @pytest.mark.parametrize("length", [1, 60, 61, 1000])
@@ -220,7 +208,7 @@ def test_a_decode_of_minutes_of_sound_is_cancelled_within_a_graph(vocoders):
         time.sleep(0.5)
         assert not future.done()
         start = time.perf_counter()
-    assert time.perf_counter() - start < 5
+    assert time.perf_counter() - start < allowed(5)
     with pytest.raises(Cancelled):
         future.result()
 
@@ -228,7 +216,6 @@ def test_a_decode_of_minutes_of_sound_is_cancelled_within_a_graph(vocoders):
 # The vocoder's config with a change, and a part of the message
 UNLIKE_VOCODER = [
     ({"vocoder": {"use_tanh_at_final": True}}, "vocoder.use_tanh_at_final is True"),
-    ({"bwe": {"resblock": "1"}}, "vocoder.bwe.resblock is '1'"),
     ({"vocoder": {"upsample_kernel_sizes": [12, 4, 4, 4, 4, 4]}}, "[12, 4, 4"),
     ({"bwe": {"hop_length": 90}}, "rates, upsamplings and hop do not fit"),
     ({"bwe": {"upsample_rates": [6, 5, 2, 2, 4]}}, "rates, upsamplings and hop do not fit"),
@@ -236,8 +223,6 @@ UNLIKE_VOCODER = [
 ]
 UNLIKE_DECODER = [
     ({"norm_type": "group"}, "audio_vae.norm_type is 'group'"),
-    ({"causality_axis": "none"}, "audio_vae.causality_axis is 'none'"),
-    ({"attn_resolutions": [16]}, "audio_vae.attn_resolutions is [16]"),
     ({"ch_mult": [1, 2]}, "audio_vae.ch_mult"),
     ({"mel_bins": 96}, "audio_vae.ch is 128"),
     ({"num_res_blocks": "2"}, "does not fit the released audio_vae"),

@@ -1,38 +1,44 @@
-"""The video decoder on the host against ltx-core's, with the same weights."""
+"""The video decoder and encoder on the host against ltx-core's, with the same weights."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import fp32_bound, generator, one_thread, randn, randomised, rel  # noqa: F401
+from helpers import fp32_bound, one_thread, randn, randomised, rel  # noqa: F401
 from tiny import TinySizes
 from tiny.config import merge, tiny_config
 from torch import nn
+from video_encoders import OTHER_ORDER, ltx_encoder, pixels
+from video_encoders import config_of as encoder_config
 
 from ltx_neuron import machine
-from ltx_neuron.config.video import video_decoder_config
+from ltx_neuron.config.video import video_decoder_config, video_encoder_config
 from ltx_neuron.host import dtypes, vae
-from ltx_neuron.host.vae import HostVideoModel, host_decoder
+from ltx_neuron.host.encoding import encode_tiled
+from ltx_neuron.host.vae import HostVideoModel, host_decoder, host_encoder
 from ltx_neuron.models.video_decoder import DepthToSpace
 
-LATENTS = [(1, 1, 1), (2, 3, 1), (3, 2, 5)]
-BFLOAT16 = torch.bfloat16
+# Latent frames, rows and columns: one frame, odd sides.
+SIZES = [(1, 1, 1), (2, 3, 1), (3, 3, 5)]
 # Not the released order, nor its divisors of the channels.
+DECODER_BLOCKS = [
+    ["res_x", {"num_layers": 2}],
+    ["compress_all", {"multiplier": 2}],
+    ["compress_space", {"multiplier": 1}],
+    ["compress_all", {"multiplier": 4}],
+    ["res_x", {"num_layers": 1}],
+    ["compress_all", {"multiplier": 2}],
+]
 OTHER = {
-    "decoder_blocks": [
-        ["res_x", {"num_layers": 2}],
-        ["compress_all", {"multiplier": 2}],
-        ["compress_space", {"multiplier": 1}],
-        ["compress_all", {"multiplier": 4}],
-        ["res_x", {"num_layers": 1}],
-        ["compress_all", {"multiplier": 2}],
-    ],
-    "patch_size": 2,
-    "decoder_base_channels": 8,
+    "decoder": {"decoder_blocks": DECODER_BLOCKS, "patch_size": 2, "decoder_base_channels": 8},
+    "encoder": {"encoder_blocks": OTHER_ORDER},
 }
+# Steps alone: a quick encoder that still sees over the borders of tiles.
+STEPS = [[f"compress_{kind}_res", {"multiplier": 1}] for kind in ("space", "time", "all", "all")]
 
 
-def config_of(**changes) -> dict:
+def decoder_config(**changes) -> dict:
     return merge(tiny_config(TinySizes()), {"vae": changes})
 
 
@@ -40,76 +46,89 @@ def ltx_decoder(**changes) -> nn.Module:
     """ltx-core's decoder of the tiny config with changes, with random weights."""
     from ltx_core.model.video_vae import VideoDecoderConfigurator
 
-    return randomised(VideoDecoderConfigurator.from_config(config_of(**changes)))
+    return randomised(VideoDecoderConfigurator.from_config(decoder_config(**changes)))
 
 
-def host_like(decoder: nn.Module, dtype: torch.dtype = torch.float32, **changes) -> HostVideoModel:
-    """The host's decoder with the weights of ltx-core's."""
-    return host_decoder(video_decoder_config(config_of(**changes)), decoder.state_dict(), dtype)
+LTX = {"decoder": ltx_decoder, "encoder": ltx_encoder}
+BOTH = pytest.mark.parametrize("side", LTX)
 
 
-def rounding(decoder: nn.Module) -> float:
-    """Bound of the decoder's frames: its convolutions follow one another. A frame, pixel or channel in the wrong
-    place leaves 0.1."""
-    convolutions = [module for module in decoder.modules() if isinstance(module, nn.Conv3d)]
-    return fp32_bound(*(27 * c.in_channels for c in convolutions))
+def given_to(side: str, *size: int) -> torch.Tensor:
+    """The latent, or the pixels, of a clip of so many latents."""
+    return randn(1, 128, *size) if side == "decoder" else pixels(*size)
 
 
-@pytest.mark.parametrize("size", LATENTS, ids=str)
-def test_frames_equal_ltx_cores(size):
-    decoder = ltx_decoder()
-    latent = randn(1, 128, *size)
-    expected = decoder(latent)
-    assert expected.shape == (1, 3, 8 * size[0] - 7, 32 * size[1], 32 * size[2])
-    assert rel(host_like(decoder)(latent), expected) < rounding(decoder)
+def host_like(side: str, model: nn.Module, dtype: torch.dtype = torch.float32, **changes) -> HostVideoModel:
+    """The host's model with the weights of ltx-core's."""
+    if side == "decoder":
+        return host_decoder(video_decoder_config(decoder_config(**changes)), model.state_dict(), dtype)
+    return host_encoder(video_encoder_config(encoder_config(**changes)), model.state_dict(), dtype)
 
 
-def test_another_order_of_blocks_is_followed():
-    decoder = ltx_decoder(**OTHER)
-    latent = randn(1, 128, 2, 3, 2)
-    got = host_like(decoder, **OTHER)(latent)
-    assert rel(got, decoder(latent)) < rounding(decoder)
+def bound(model: nn.Module) -> float:
+    """Of outputs in float32: convolutions follow one another. A frame, pixel or channel in the wrong place leaves
+    0.1."""
+    convolutions = [module for module in model.modules() if isinstance(module, nn.Conv3d)]
+    return min(1e-5, fp32_bound(*(27 * c.in_channels for c in convolutions)))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16], ids=str)
-def test_twice_the_same_latent_gives_the_same_bits(dtype):
-    decoder, latent = host_like(ltx_decoder(), dtype), randn(1, 128, 2, 2, 3)
-    assert torch.equal(decoder(latent), decoder(latent))
+@BOTH
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_outputs_equal_ltx_cores(side, size):
+    model, given = LTX[side](), given_to(side, *size)
+    theirs, ours = model(given), host_like(side, model)(given)
+    assert ours.shape == theirs.shape and ours.dtype == torch.float32
+    assert rel(ours, theirs) < bound(model)
+    for axis in (2, 3, 4):  # the first frame, which causal convolutions repeat, and borders at zeros
+        for end in (0, -1):
+            assert rel(ours.select(axis, end), theirs.select(axis, end)) < 1e-5, (axis, end)
 
 
-def test_bfloat16_weights_and_latents_are_computed_with_in_float32():
+@pytest.mark.parametrize(("side", "size"), [("decoder", (2, 3, 2)), ("encoder", (1, 2, 3)), ("encoder", (3, 2, 3))])
+def test_another_order_of_blocks_is_followed(monkeypatch, side, size):
+    if side == "encoder":
+        monkeypatch.setattr(vae, "NUMBERS_IN_CACHE", 3000)  # uneven pieces
+    model, given = LTX[side](**OTHER[side]), given_to(side, *size)
+    assert rel(host_like(side, model, **OTHER[side])(given), model(given)) < bound(model)
+
+
+@BOTH
+@pytest.mark.parametrize("size", SIZES[1:], ids=str)  # the first has too few numbers to say
+def test_bfloat16_is_no_further_from_float32_than_ltx_cores_own(side, size):
+    exact, half, given = LTX[side](), LTX[side]().bfloat16(), given_to(side, *size)
+    exact.load_state_dict(half.state_dict())  # weights that bfloat16 holds
+    expected = exact(given)
+    ours = host_like(side, half, torch.bfloat16)(given)
+    assert ours.dtype == torch.float32
+    assert 0 < rel(ours, expected) <= rel(half(given.bfloat16()), expected)
+
+
+@BOTH
+def test_weights_are_shared_with_the_model_that_they_are_of(side):
+    model = LTX[side]()
+    ours, prefix = host_like(side, model).weights, "encoder." * (side == "encoder")
+    given = {prefix + name: weight for name, weight in model.state_dict().items()}
+    assert ours.keys() == given.keys()
+    assert all(ours[name].data_ptr() == weight.data_ptr() for name, weight in given.items())
+
+
+def test_bfloat16_weights_are_laid_out_anew_for_bfloat16_and_computed_with_in_float32():
     decoder, latent = ltx_decoder().bfloat16(), randn(1, 128, 2, 2, 2).bfloat16()
-    frames = host_like(decoder)(latent)
-    assert frames.dtype == torch.float32
-    assert rel(frames, decoder.float()(latent.float())) < rounding(decoder)
-
-
-def bfloat16_decoders() -> tuple[nn.Module, nn.Module]:
-    """ltx-core's decoder with weights that bfloat16 holds, in float32 and in bfloat16."""
-    exact, decoder = ltx_decoder(), ltx_decoder().bfloat16()
-    exact.load_state_dict(decoder.state_dict())
-    return exact, decoder
-
-
-@pytest.mark.parametrize("size", LATENTS[1:], ids=str)  # the first has too few numbers to say
-def test_bfloat16_is_no_further_from_float32_than_ltx_cores_own(size):
-    exact, decoder = bfloat16_decoders()
-    latent = randn(1, 128, *size)
-    expected = exact(latent)
-    theirs = rel(decoder(latent.bfloat16()), expected)
-    frames = host_like(decoder, BFLOAT16)(latent)
-    assert frames.dtype == torch.float32
-    assert 0 < rel(frames, expected) <= theirs
-
-
-def test_weights_are_shared_with_the_decoder_and_laid_out_anew_for_bfloat16():
-    decoder = ltx_decoder()
-    weights, ours = decoder.state_dict(), host_like(decoder).weights
-    assert weights.keys() == ours.keys()
-    assert all(ours[name].data_ptr() == tensor.data_ptr() for name, tensor in weights.items())
-    half = ltx_decoder().bfloat16().state_dict()
-    laid_out = host_decoder(video_decoder_config(config_of()), half, BFLOAT16).weights
+    half, laid_out = decoder.state_dict(), host_like("decoder", decoder, torch.bfloat16).weights
     assert all(torch.equal(half[name], laid_out[name]) for name in laid_out)
+    frames = host_like("decoder", decoder)(latent)
+    assert frames.dtype == torch.float32
+    assert rel(frames, decoder.float()(latent.float())) < bound(decoder)
+
+
+# 14 latent frames are two tiles in time, 25 columns two in width, which overlap.
+@pytest.mark.parametrize("size", [(14, 1, 1), (2, 1, 25)], ids=str)
+def test_a_clip_in_tiles_is_blended_as_of_ltx_cores_encoder(size):
+    encoder, clip = ltx_encoder(encoder_blocks=STEPS), pixels(*size)
+    models = host_like("encoder", encoder, encoder_blocks=STEPS), encoder
+    ours, theirs = (encode_tiled(partial(map, each), clip) for each in models)
+    assert rel(ours, theirs) < 1e-5
+    assert rel(theirs, encoder(clip)) > 1e-4, "tiles do not show in this clip"
 
 
 def test_a_bfloat16_run_decodes_in_it_where_the_cpu_multiplies_it(monkeypatch):
@@ -127,22 +146,17 @@ def resident() -> int:
 
 
 def free_between(in_use: list) -> None:
-    """Take 131 MB in blocks of 64 KB and free all but every eighth: glibc keeps what lies between
-    blocks that are in use."""
+    """Take 131 MB in blocks of 64 KB and free all but every eighth: glibc keeps what lies between used blocks."""
     blocks = [torch.zeros(2**14) for _ in range(2000)]
     in_use += blocks[::8]
 
 
-def test_memory_that_earlier_tiles_freed_is_given_back_before_the_next():
-    decoder, latent, in_use = host_like(ltx_decoder()), randn(1, 128, 1, 1, 1), []
-    for _ in range(2):
-        free_between(in_use)
-        before = resident()
-        decoder(latent)
-        assert resident() < before - 80e6
-
-
-def test_memory_that_a_tiles_earlier_stages_freed_is_given_back_before_the_next_stage(monkeypatch):
+def test_memory_that_earlier_tiles_and_stages_freed_is_given_back_before_the_next(monkeypatch):
+    decoder, latent = ltx_decoder(), randn(1, 128, 1, 1, 1)
+    free_between(in_use := [])
+    before = resident()
+    host_like("decoder", decoder)(latent)
+    assert resident() < before - 80e6
     in_use, freed, given_back = [], [], []
     upsampled, last = vae.FUNCTIONS[DepthToSpace], vae.last
 
@@ -160,5 +174,5 @@ def test_memory_that_a_tiles_earlier_stages_freed_is_given_back_before_the_next_
 
     monkeypatch.setitem(vae.FUNCTIONS, DepthToSpace, upsample_and_free)
     monkeypatch.setattr(vae, "last", at_last)
-    host_like(ltx_decoder())(randn(1, 128, 1, 1, 1))
+    host_like("decoder", decoder)(latent)
     assert len(given_back) == 4 and min(given_back) > 80e6

@@ -1,13 +1,9 @@
 """The counted peaks of a decode and an encoding, by a video's length and tiles; test/slow measures them."""
 
-import dataclasses
-
 import pytest
 import torch
 from tiny.config import released_config
 
-from ltx_neuron.config.profiles import PROFILES
-from ltx_neuron.host import tiles
 from ltx_neuron.host.vae_memory import decode_bytes, encode_bytes
 
 THREADS = 2
@@ -33,13 +29,3 @@ def test_a_video_of_any_length_needs_the_same_memory(dtype):
     config = released_config()
     peaks = [decode_bytes(config, (frames, 16, 24), THREADS, dtype) for frames in (22, 31, 126)]
     assert peaks[1] == peaks[2] <= 1.01 * peaks[0]
-
-
-def test_smaller_tiles_need_less_memory():
-    def to_decode(**changed: int) -> int:
-        tiling = tiles.tiling(dataclasses.replace(PROFILES["trn2.3xlarge"], **changed))
-        return decode_bytes(released_config(), (16, 16, 24), THREADS, torch.float32, tiling)
-
-    assert to_decode() == decode_bytes(released_config(), (16, 16, 24), THREADS)
-    assert to_decode(vae_tile=256) < 0.9 * to_decode() < to_decode(vae_tile=1024)
-    assert to_decode(vae_tile_frames=32) < 0.9 * to_decode()

@@ -12,7 +12,7 @@ from PIL import Image
 
 from ltx_neuron.errors import UserError
 from ltx_neuron.host.media import read_sound
-from ltx_neuron.host.video import BT709, check_output_path, exact_frame_rate, write_frames, write_video, yuv420
+from ltx_neuron.host.video import BT709, exact_frame_rate, write_frames, write_video, yuv420
 from ltx_neuron.job import Job
 
 # An MP4's durations are whole milliseconds or whole ticks of 1/12288 s, each rounded on its own.
@@ -77,8 +77,8 @@ def test_a_video_shows_the_frames_and_sounds_the_waveform_equally_long(tmp_path,
     assert frames == 1 or np.corrcoef(heard[0, :both], waveform[0, :both])[0, 1] > SOUND_CORRELATION
 
 
-# AAC has the first one; of the others the next one above, or its highest.
-@pytest.mark.parametrize("rate, written", [(22050, 22050), (37800, 44100), (6000, 7350), (192000, 96000)])
+# AAC has not these; the next one above, or its highest
+@pytest.mark.parametrize("rate, written", [(37800, 44100), (6000, 7350), (192000, 96000)])
 def test_a_sound_of_any_rate_is_written_at_a_rate_that_aac_has(tmp_path, rate, written):
     sound = tone(rate, 1.0)
     write_video(tmp_path / "out.mp4", [clip(24)], 24.0, lambda: sound, rate)
@@ -87,10 +87,9 @@ def test_a_sound_of_any_rate_is_written_at_a_rate_that_aac_has(tmp_path, rate, w
     assert properties["audio_seconds"] == pytest.approx(1, abs=DURATION_TOLERANCE)
     heard = read_sound(tmp_path / "out.mp4", "--video-path", duration=1.0).samples
     expected = tone(written, 1.0)
-    for side in range(2):
-        # AAC's frames begin and end inside a second of 7350 samples.
-        ours, theirs = heard[side, 1024:-1024], expected[side, 1024 : heard.shape[1] - 1024]
-        assert np.corrcoef(ours, theirs)[0, 1] > SOUND_CORRELATION, side
+    # AAC's frames begin and end inside a second of 7350 samples.
+    for ours, theirs in zip(heard[:, 1024:-1024], expected[:, 1024 : heard.shape[1] - 1024], strict=True):
+        assert np.corrcoef(ours, theirs)[0, 1] > SOUND_CORRELATION
 
 
 def planes(frame) -> list[np.ndarray]:
@@ -114,7 +113,7 @@ def test_a_frames_colours_are_the_means_of_two_by_two_pixels_for_any_number_of_t
         assert all(map(np.array_equal, planes(yuv420(rgb, threads)), one)), threads
 
 
-def test_a_video_has_the_same_bytes_however_its_frames_and_its_sound_come(tmp_path):
+def test_a_video_has_the_same_bytes_however_its_frames_and_sound_come_and_on_one_core(tmp_path):
     # 192 wide: no multiple of 128, so that x264's AVX-512 code would differ from run to run.
     frames, order = clip(17, 128, 192), []
 
@@ -137,23 +136,14 @@ def test_a_video_has_the_same_bytes_however_its_frames_and_its_sound_come(tmp_pa
     videos = [write(lengths) for lengths in ((17,), (1, 9, 7), (1,) * 17)]
     videos += [write((1,) * 17, first) for first in (7, 17, 18)]
     assert order[-18:] == 17 * ["frames"] + ["sound"]
-    write_video(tmp_path / "plain.mp4", [frames], 24.0, lambda: sine(33120), 48000)
-    assert len({*videos, (tmp_path / "plain.mp4").read_bytes()}) == 1
-
-
-def test_a_video_has_the_same_bytes_on_one_core_and_on_all(tmp_path):
-    frames, cores = clip(17, 128, 192), os.sched_getaffinity(0)
-
-    def write() -> bytes:
-        write_video(tmp_path / "out.mp4", [frames], 24.0, lambda: sine(33120), 48000)
-        return (tmp_path / "out.mp4").read_bytes()
-
+    cores = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, {min(cores)})
-        videos = [write() for _ in range(3)]
+        videos += [write((17,)) for _ in range(3)]
     finally:
         os.sched_setaffinity(0, cores)
-    assert {write() for _ in range(3)} == set(videos)
+    write_video(tmp_path / "plain.mp4", [frames], 24.0, lambda: sine(33120), 48000)
+    assert len({*videos, (tmp_path / "plain.mp4").read_bytes()}) == 1
 
 
 def test_a_video_is_as_small_and_as_like_its_frames_as_with_upstreams_settings(tmp_path):
@@ -225,17 +215,6 @@ def test_frames_are_written_as_lossless_pictures_chunk_by_chunk(tmp_path):
     assert np.array_equal(pictures, frames.numpy())
 
 
-def test_an_output_path_that_cannot_be_written_is_refused_and_nothing_is_made(tmp_path, monkeypatch):
-    check_output_path(tmp_path / "new" / "folder" / "OUT.MP4")
-    assert list(tmp_path.iterdir()) == []
-    with pytest.raises(UserError, match="is a folder; type --output-path video.mp4"):
-        check_output_path("")
-    # Root may write everywhere, so a folder without permission is played.
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    with pytest.raises(UserError, match="not a folder you may write to.*--output-path"):
-        check_output_path(tmp_path / "out.mp4")
-
-
 # --- rates ----------------------------------------------------------------------------------------
 
 RATES = {5.0: 5, 12.5: Fraction(25, 2), 23.9: Fraction(239, 10), 29.97: Fraction(30000, 1001)}
@@ -247,15 +226,10 @@ def test_a_rounded_broadcast_rate_becomes_exact_and_no_other(rate, exact):
     assert exact_frame_rate(rate) == exact
 
 
-@pytest.mark.parametrize("typed", ["30000/1001", "25/1", "23.976"])
-def test_a_frame_rate_is_typed_as_a_number_or_a_fraction(typed):
-    for key in ("frame_rate", "fps"):
-        assert (
-            Job.validated({key: typed}).frame_rate == Job().updated({key: typed}).frame_rate == float(Fraction(typed))
-        )
-
-
-@pytest.mark.parametrize("typed", ["1/2/3", "2000/1", "1/1001", "nan/1"])
-def test_a_fraction_that_is_no_frame_rate_is_refused(typed):
-    with pytest.raises(UserError, match="--frame-rate: got .*, wanted"):
-        Job.validated({"frame_rate": typed})
+def test_a_frame_rate_is_typed_as_a_number_or_a_fraction():
+    for typed in ("30000/1001", "23.976"):
+        for job in (Job.validated({"frame_rate": typed}), Job().updated({"fps": typed})):
+            assert job.frame_rate == float(Fraction(typed))
+    for typed in ("1/2/3", "2000/1", "1/1001", "nan/1"):
+        with pytest.raises(UserError, match="--frame-rate: got .*, wanted"):
+            Job.validated({"frame_rate": typed})

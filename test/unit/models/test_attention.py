@@ -72,8 +72,7 @@ def test_matmul_takes_a_mask_and_leaves_masked_keys_out(dtype):
 
 
 def test_scores_are_summed_in_fp32():
-    """In bf16 a score of 40 is right to 0.1, and its weight to a tenth: the reason for the fp32
-    products."""
+    """In bf16 a score of 40 is right to 0.1, and its weight to a tenth: the reason for the fp32 products."""
     query, key, value = three(2, 16, 16, 64, torch.bfloat16)
     query, key = 2 + query / 4, 2 + key / 4
     wanted = exact(query, key, value, 0.125)

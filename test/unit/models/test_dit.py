@@ -46,8 +46,6 @@ JOBS = {
 
 
 class Setting(NamedTuple):
-    """A random model in both forms and the state of a stage."""
-
     model: torch.nn.Module
     config: object
     weights: dict
@@ -91,7 +89,6 @@ def after_step(s: Setting, values, weights=None):
 
 
 def our_latents(s: Setting, values, kernel="sdpa"):
-    """The latents after all steps of a schedule, by the whole-step graph."""
     program = program_of(s, values, kernel=kernel)
     for number in range(len(values["sigmas"])):
         values = run_program(program, s.weights, values | step_number(number))
@@ -99,7 +96,6 @@ def our_latents(s: Setting, values, kernel="sdpa"):
 
 
 def ltx_states(s: Setting, values, attention_mask=None, audio_mask=None):
-    """ltx-core's states of both streams for the values of our step."""
     audio, mask = values["audio_latent"], torch.ones(AUDIO_TOKENS, 1) if audio_mask is None else audio_mask
     clean = values.get("audio_clean_latent", audio)
     return (

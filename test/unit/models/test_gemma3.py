@@ -45,8 +45,7 @@ ROUNDED = "embeddings", "attention_mask"  # inputs in the run's dtype
 
 
 class Setting(NamedTuple):
-    """A random model in both forms, and what transformers makes of one prompt padded on its left to
-    1024."""
+    """A random model in both forms, and what transformers makes of one prompt padded on its left to 1024."""
 
     gemma: GemmaConfig
     config: TransformerConfig
@@ -60,7 +59,6 @@ class Setting(NamedTuple):
 
 
 def hidden_states(reference, ids):
-    """transformers' hidden states as ltx-core asks for them, and the mask."""
     padding = TEXT_TOKENS - len(ids)
     mask = torch.tensor([[0] * padding + [1] * len(ids)])
     padded = torch.tensor([[0] * padding + list(ids)])
@@ -187,9 +185,8 @@ def test_what_stands_in_the_padding_changes_no_token(setting):
 
 def test_a_token_sees_no_later_one(setting):
     changed = [*setting.ids[:-1], setting.ids[-1] + 1 if setting.ids[-1] < 500 else 5]
-    before, after = (
-        encode(setting, inputs_of(setting, [ids], COUNT))["hidden_states"] for ids in (setting.ids, changed)
-    )
+    inputs = (inputs_of(setting, [ids], COUNT) for ids in (setting.ids, changed))
+    before, after = (encode(setting, each)["hidden_states"] for each in inputs)
     assert torch.equal(before[:, :-1], after[:, :-1])
     assert rel(before[:, -1:], after[:, -1:]) > SHOWS
 

@@ -35,8 +35,7 @@ def model_of(name="4 heads of 8", **overrides):
 
 
 def adaln(module, timestep):
-    """Rows (n, D) and the embedded timestep (D,) of an ltx-core AdaLayerNormSingle at one
-    timestep."""
+    """Rows (n, D) and the embedded timestep (D,) of an ltx-core AdaLayerNormSingle at one timestep."""
     rows, embedded = module(timestep.reshape(1), hidden_dtype=torch.float32)
     return rows[0].unflatten(0, (-1, embedded.shape[-1])), embedded[0]
 

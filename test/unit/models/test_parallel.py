@@ -58,7 +58,6 @@ def parameters(module: nn.Module, seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def part(whole: dict[str, torch.Tensor], rank: int, tp: int) -> dict[str, torch.Tensor]:
-    """A rank's parameters."""
 
     def cut(name: str, tensor: torch.Tensor) -> torch.Tensor:
         layer, kind = name.rpartition(".")[::2]

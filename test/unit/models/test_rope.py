@@ -153,8 +153,7 @@ def test_positions_stay_fp32_where_ltx_core_1_0_0_rounds_them_to_bf16():
     rounded = tools.create_initial_state("cpu", torch.bfloat16).positions[:, :1]
     theirs = ltx_tables(rounded, AUDIO_MAX, 2048, 32)
     assert (ours.cos - theirs[0]).abs().mean() > SHOWS
-    # Where 1.0.0 is wanted all the same, its tables follow from positions rounded as it rounds
-    # them.
+    # Where 1.0.0 is wanted all the same, its tables follow from positions rounded as it rounds them.
     on_request = split_rope(video_positions((16, 1, 1), FPS, torch.bfloat16)[:, :1], AUDIO_MAX, 2048, 32, THETA)
     assert same_bits(on_request, theirs)
 

@@ -8,6 +8,7 @@ from contextlib import closing
 
 import pytest
 import torch
+from helpers import allowed
 
 pytest.importorskip("fastapi", reason="the extra is not installed: pip install -e .[serve]")
 
@@ -105,7 +106,7 @@ def test_requests_mutated_at_random_are_refused_with_a_documented_error_and_soon
         statuses.add(got.status)
         if sent.method == "POST" and got.status == 200:
             ids.append(json.loads(got.body)["id"])
-        assert got.status < 500 and time.monotonic() - began < LONGEST_SECONDS
+        assert got.status < 500 and time.monotonic() - began < allowed(LONGEST_SECONDS)
         assert b"Traceback" not in got.body and b'File "' not in got.body
         if got.status >= 400 and sent.method != "HEAD":
             assert set(got.error) >= {"message", "type", "param", "code"}

@@ -33,7 +33,6 @@ def opened(checkpoint: Path, gemma: Path, **parts: Path) -> Workspace:
 
 
 def read(workspace: Workspace) -> dict[tuple[str, str], torch.Tensor]:
-    """Every tensor of every model, by the model and our name."""
     sources = {model: workspace.source(model) for model in MODELS}
     for model in MODELS:
         build.check_weights(workspace, model)
@@ -54,8 +53,7 @@ def assert_same(workspace: Workspace, expected: dict) -> None:
 
 # --- labels ---------------------------------------------------------------------------------------
 
-LABELS = "", "2.3", "v2.3.0", "LTX-2.3", "ltx-2.3-dev", "ltx_2_3", "2.3.rc1", " 2.3.0 ", "LTX 2.3 22B"
-LABELS += "1.0", "v1", "my merge", "final_v2", "22b-2.3", "sulphur-3.1"
+LABELS = "", "v2.3.0", "LTX-2.3", "ltx-2.3-dev", "ltx_2_3", "2.3.rc1", " 2.3.0 ", "LTX 2.3 22B", "v1", "sulphur-3.1"
 
 
 def test_the_config_tells_the_release_whatever_the_label(tiny, split):
@@ -83,59 +81,35 @@ def test_the_config_tells_the_release_whatever_the_label(tiny, split):
     assert parse_release("2.30") is None and parse_release("12.3") is None
 
 
-def test_a_checkpoint_without_a_label_is_opened(tiny, tmp_path):
-    message = metadata(tiny.checkpoint)
-    del message["model_version"]
-    save_file(load_file(tiny.checkpoint), tmp_path / "any.safetensors", message)
-    assert Checkpoint(tmp_path / "any.safetensors").release.version == "2.3"
-
-
 # --- tensors of other models ----------------------------------------------------------------------
 
 
-FLOAT8 = torch.ones(4, 4).to(torch.float8_e4m3fn)
-NVFP4 = torch.tensor(list(b'{"format": "nvfp4"}'), dtype=torch.uint8)
-# What all-in-one files have besides
+# What all-in-one files have besides: another VAE, copies, a training's state, and layouts that nobody reads
 OTHERS = {
-    "names": dict.fromkeys(
-        (
-            "text_encoders.gemma3_12b.transformer.model.norm.weight",
-            *("cond_stage_model.transformer.x.weight", "conditioner.embedders.0.x.weight"),
-            "language_model.model.norm.weight",  # Gemma's own names
-            "first_stage_model.decoder.conv_in.weight",  # another VAE
-            *("model_ema.diffusion_model.patchify_proj.weight", "ema.model.diffusion_model.proj_out.weight"),
-            *("diffusion_model.patchify_proj.weight", "patchify_proj.weight"),  # copies
-            *("optimizer.state.0", "step"),
-        ),
-        torch.ones(4),
-    ),
-    "layouts": {
-        **{"text_encoders.rows.weight": FLOAT8, "text_encoders.rows.weight_scale": torch.ones(4)},
-        **{"text_encoders.one.weight": FLOAT8, "text_encoders.one.weight_scale": torch.tensor(0.5)},
-        **{"text_encoders.one.comfy_quant": NVFP4, "text_encoders.damaged.comfy_quant": torch.ones(3).byte()},
-        "text_encoders.other.weight": torch.ones(4).to(torch.float8_e5m2),
-    },
+    "cond_stage_model.transformer.x.weight": torch.ones(4),
+    "language_model.model.norm.weight": torch.ones(4),
+    "first_stage_model.decoder.conv_in.weight": torch.ones(4),
+    "model_ema.diffusion_model.patchify_proj.weight": torch.ones(4),
+    "diffusion_model.patchify_proj.weight": torch.ones(4),
+    "patchify_proj.weight": torch.ones(4),
+    "step": torch.ones(4),
+    "text_encoders.rows.weight": torch.ones(4, 4).to(torch.float8_e4m3fn),
+    "text_encoders.rows.weight_scale": torch.ones(4),
+    "text_encoders.one.comfy_quant": torch.tensor(list(b'{"format": "nvfp4"}'), dtype=torch.uint8),
+    "text_encoders.damaged.comfy_quant": torch.ones(3).byte(),
+    "text_encoders.other.weight": torch.ones(4).to(torch.float8_e5m2),
 }
 
 
-@pytest.mark.parametrize("others", OTHERS.values(), ids=OTHERS)
-def test_tensors_of_other_models_are_left_out_with_one_line(tiny, tmp_path, capsys, expected, others):
+def test_tensors_of_other_models_are_left_out_with_one_line_of_a_file_without_a_label(tiny, tmp_path, capsys, expected):
     path = tmp_path / "all in one.safetensors"
-    copies = {name: tensor.clone() for name, tensor in others.items()}
-    save_file(load_file(tiny.checkpoint) | copies, path, metadata(tiny.checkpoint))
+    save_file(load_file(tiny.checkpoint) | OTHERS, path, {"config": metadata(tiny.checkpoint)["config"]})
     assert_same(opened(path, tiny.gemma_root), expected)
     opened(path, tiny.gemma_root)
     opened(tiny.checkpoint, tiny.gemma_root)  # of which nothing is printed
     printed = capsys.readouterr().out
     assert printed.count("\n") == 1
-    assert f"{path}: {len(others)} tensors of other models are not read (" in printed
-
-
-def test_an_unknown_tensor_of_the_transformer_itself_is_refused(tiny, tmp_path):
-    path, name = tmp_path / "odd.safetensors", "patchify_proj.weight_copy"
-    save_file(load_file(tiny.checkpoint) | {f"{DIT}{name}": torch.ones(4)}, path, metadata(tiny.checkpoint))
-    with pytest.raises(UserError, match=f"{name}.*matches 0 rows"):
-        build.check_weights(opened(path, tiny.gemma_root), "dit")
+    assert f"{path}: {len(OTHERS)} tensors of other models are not read (" in printed
 
 
 # --- in several files -----------------------------------------------------------------------------

@@ -26,7 +26,6 @@ from ltx_neuron.engine.preflight import RunOptions
 from ltx_neuron.engine.run import Engine
 from ltx_neuron.errors import FieldError, UserError
 from ltx_neuron.host.loading import upsampler_spec
-from ltx_neuron.host.models import HostModels
 from ltx_neuron.hub import RELEASE_FILES
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.size import Size
@@ -113,16 +112,6 @@ def test_the_parts_have_the_config_and_the_tensors_of_a_whole_checkpoint(split, 
             assert build.weight_bytes(opened, need) > 0  # UserError unless the tensors are the model's
 
 
-def test_both_video_vaes_encode_and_both_decoders_have_all_their_tensors(split):
-    pixels, encoded = torch.rand(1, 3, 1, 64, 64) * 2 - 1, []
-    for path in (split.video_vae, split.diffusion_vae):
-        files = ModelFiles(split.distilled, video_vae_path=path)
-        host = HostModels(split.distilled, files.config, torch.float32, files=files)
-        host.check(["video_decoder", "video_statistics", "audio_decoder", "vocoder"])
-        encoded.append(host.encode_image(pixels))
-    assert torch.equal(*encoded)  # both files have the same encoder
-
-
 # --- mixtures -------------------------------------------------------------------------------------
 
 
@@ -200,14 +189,6 @@ def test_what_a_release_cannot_do_is_refused_for_its_model_alone(split, tiny):
 @pytest.fixture(scope="module")
 def tokenizer(split):
     return embedded_tokenizer(TextEncoderFile(split.text_encoder, ""))
-
-
-def test_the_file_of_a_text_encoder_has_config_and_tokenizer_apart_from_its_weights(split):
-    file = TextEncoderFile(split.text_encoder, "")
-    assert file.gemma_config["text_config"]["num_hidden_layers"] == 4
-    assert {"tokenizer.json", "tokenizer_config.json"} <= {*file.assets}
-    assert json.loads(file.asset("tokenizer.json"))["model"]["type"] == "BPE"
-    assert not any("tokenizer" in name for name in file.shapes)
 
 
 def test_released_configs_have_their_digests_and_other_settings_are_refused_by_name():

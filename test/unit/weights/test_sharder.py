@@ -14,7 +14,6 @@ import pytest
 import torch
 from blake3 import blake3
 from helpers import exit_code, forked, one_thread, save_weights  # noqa: F401
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from xxhash import xxh3_128
 
@@ -78,17 +77,12 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(sharder, "_PIECE_BYTES", 500)
 
 
-class Stop(Exception):
-    pass
-
-
-def stop() -> None:
-    raise Stop
-
-
 @pytest.fixture
 def interrupted(monkeypatch):
     """interrupted(name, action): runs call action() when they come to a tensor; interrupted() ends that."""
+
+    def stop() -> None:
+        raise KeyboardInterrupt
 
     def patch(name: str = "", action=stop) -> None:
         def pieces(self, tensor, bounds):
@@ -126,12 +120,8 @@ def test_a_set_is_the_same_bytes_in_one_pass_over_bounded_pieces(source, whole, 
 
 def test_tensors_are_cast_and_aligned_in_an_order_that_never_changes(source, tmp_path):
     write(source, tmp_path / "weights", torch.bfloat16, tp=2)
-    path = tmp_path / "weights" / rank_file(0)
-    with safe_open(path, "pt") as file:
-        assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}
-        name = "transformer_blocks.0.scale_shift_table"
-        assert torch.equal(file.get_tensor(name), source.tensor(name).bfloat16())
-    stored = TensorFile(path, "")
+    stored = TensorFile(tmp_path / "weights" / rank_file(0), "")
+    assert torch.equal(stored.read(LATE), source.tensor(LATE).bfloat16()) and {*stored.dtypes.values()} == {"BF16"}
     assert (8 + len(stored.header)) % 64 == 0
     # Small ones, which begin anywhere, are last.
     assert list(stored.shapes) == sorted(stored.shapes, key=lambda name: (prod(stored.shapes[name]) % 64 != 0, name))
@@ -189,20 +179,6 @@ def test_weights_that_all_ranks_have_are_one_file_and_sets_of_equal_files_are_st
     assert re.fullmatch(f"{SHARED_FILE}: .* differs from the source", problem)
 
 
-def test_comparing_with_the_source_names_the_tensor_even_where_the_manifest_was_forged(source, copy):
-    specs = shard_specs(source, TP, {})
-    assert compare(source, copy, torch.float32, specs) == []
-    path = copy / rank_file(3)
-    file, wrong = TensorFile(path, ""), bytearray(path.read_bytes())
-    wrong[8 + len(file.header) + file._offsets[MIDDLE] + 5] ^= 4
-    path.write_bytes(wrong)
-    manifest = read_json(copy / MANIFEST)
-    manifest["files"][path.name]["blake3"] = blake3(bytes(wrong)).hexdigest()
-    write_checked(copy, manifest)
-    assert verify(copy) == []
-    assert compare(source, copy, torch.float32, specs) == [f"{path.name}: {MIDDLE} differs from the source"]
-
-
 # --- runs that end early --------------------------------------------------------------------------
 
 
@@ -231,10 +207,10 @@ def test_a_stopped_run_leaves_no_folder_and_no_earlier_set_that_counts_as_finish
 ):
     new = tmp_path / "new"
     interrupted(LATE)
-    with pytest.raises(Stop):
+    with pytest.raises(KeyboardInterrupt):
         write(source, new)
     assert not new.exists()
-    with pytest.raises(Stop):
+    with pytest.raises(KeyboardInterrupt):
         write(source, copy, changed=True)
     assert not is_finished(copy, IDENTITY) and not [*copy.iterdir()]
     interrupted()
@@ -275,11 +251,11 @@ def test_a_second_run_waits_for_the_first_and_writes_the_set_if_that_failed(
         second.append(pool.submit(write, source, folder))
         assert not wait(second, timeout=0.3).done
         if fails:
-            raise Stop
+            raise KeyboardInterrupt
 
     with ThreadPoolExecutor(1) as pool:
         interrupted(MIDDLE, meanwhile)
-        with pytest.raises(Stop) if fails else nullcontext():
+        with pytest.raises(KeyboardInterrupt) if fails else nullcontext():
             assert write(source, folder)
         assert second[0].result() == fails
     waiting = f"another process ({os.getpid()}) is writing {folder}; waiting for it"
