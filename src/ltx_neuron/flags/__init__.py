@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib.util import find_spec
@@ -330,20 +330,20 @@ def job(args: argparse.Namespace) -> Job:
     return _job(args, spec(args))
 
 
+def job_of_line(args: argparse.Namespace) -> Callable[[dict[str, Any]], Job]:
+    """A function from a line of a prompts file to its Job. The command's flags are the defaults."""
+    defaults = spec(args)
+    return lambda line: _job(args, defaults.updated(line))
+
+
 def lines(args: argparse.Namespace, workspace: Workspace, folder: Path | None = None) -> list[Line]:
     """The lines of --prompts-file. folder: of the results, for batch.read_lines."""
     from ltx_neuron.batch import read_lines
     from ltx_neuron.host import encode_inputs
 
-    defaults = spec(args)
-    return read_lines(
-        args.prompts_file,
-        lambda line: workspace.resolved(_job(args, defaults.updated(line))),
-        workspace.identity,
-        defaults,
-        encode_inputs.check,
-        folder,
-    )
+    of_line, files = job_of_line(args), (encode_inputs.check, folder)
+    resolved, identity = lambda line: workspace.resolved(of_line(line)), workspace.identity
+    return read_lines(args.prompts_file, resolved, identity, spec(args), *files)
 
 
 def _job(args: argparse.Namespace, job: Job) -> Job:
