@@ -1,5 +1,5 @@
-"""A tiny clip of two windows: what it computes, what its windows share, and how it goes on when it was killed. Its
-memory and its kill by a signal: test/slow/test_chunked_runs.py."""
+"""A tiny clip of two windows: what its windows share, and how it goes on when it was killed. Its memory, and a clip of
+one window: test/slow/test_chunked_runs.py."""
 
 import chunked_clips
 import pytest
@@ -7,7 +7,6 @@ import torch
 from chunked_clips import by_ltx_core, clip, made
 from engines import drawn_contexts
 from helpers import one_thread, rel  # noqa: F401
-from jobs import replace
 
 from ltx_neuron.denoise import StageRun
 from ltx_neuron.engine.outputs import run_identity
@@ -23,13 +22,6 @@ PHASES = ("window 2 of 2, stage 1", "upsample", "window 2 of 2, stage 2", "decod
 @pytest.fixture(scope="module")
 def two(engine_of):
     return made(engine_of, clip(prompt="", prompts=PROMPTS))
-
-
-def test_a_clip_that_fits_one_window_has_the_bits_of_the_plain_one(engine_of):
-    plain = replace(clip(25), chunk_pixel_frames=None, chunk_carry_frames=None, chunk_blend_frames=None, chunked=False)
-    one, wanted = (made(engine_of, job) for job in (clip(25), plain))
-    assert one.tensors.keys() == wanted.tensors.keys()
-    assert all(torch.equal(x, wanted.tensors[name]) for name, x in one.tensors.items())
 
 
 def test_two_windows_are_ltx_cores_with_their_prompts_and_one_generator(two, tiny, engine_of):

@@ -80,16 +80,6 @@ def test_a_job_is_seen_listed_downloaded_and_deleted(openai, service, videos, tm
     assert [v.id for v in client.videos.list()] == ids[::-1]
 
 
-def test_a_long_clip_of_two_prompts_is_made_in_windows(service, setup, tmp_path):
-    windows = {"num_frames": 41, "chunk_pixel_frames": 25, "chunk_carry_frames": 17, "chunk_blend_frames": 7}
-    setup.prepare(height=64, width=64, **windows)
-    client, more = service.client("bob"), windows | {"next_prompts": json.dumps(["night falls"])}
-    video = client.videos.create_and_poll(prompt="waves", size="64x64", extra_body=more, poll_interval_ms=100)
-    client.videos.download_content(video.id).write_to_file(tmp_path / "video.mp4")
-    assert (video.status, video.prompt, read_video(tmp_path / "video.mp4")["frame_count"]) == ("completed", "waves", 41)
-    client.videos.delete(video.id)
-
-
 def test_answers_are_openais_type_and_a_key_makes_one_job_of_a_request_that_is_sent_twice(openai, service):
     client, adapter = service.client(), TypeAdapter(openai.types.Video)
     header = {"extra_headers": {"Idempotency-Key": "k"}}

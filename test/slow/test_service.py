@@ -1,13 +1,14 @@
 """The service: jobs that come, are cancelled and are shown while its worker works, and none lost or
 made twice however its processes die."""
 
+import json
 import signal
 import threading
 from contextlib import closing, contextmanager
 
 import pytest
 from conftest import SCRIPT_SECONDS, needs
-from helpers import wait_for
+from helpers import read_video, wait_for
 
 needs("fastapi", "prometheus_client", extras="dev,serve")
 
@@ -104,3 +105,13 @@ def test_a_killed_worker_and_a_killed_server_lose_nothing_and_change_no_bit(serv
     log = (service.folder / "log").read_text()
     assert "the worker ended with -9" in log and "resumed, 0 stages left" in log
     assert "may differ" not in log  # the next worker computes as the one before it did
+
+
+def test_a_long_clip_of_two_prompts_is_made_in_windows(service, setup, tmp_path):
+    windows = {"num_frames": 41, "chunk_pixel_frames": 25, "chunk_carry_frames": 17, "chunk_blend_frames": 7}
+    setup.prepare(height=64, width=64, **windows)
+    client, more = service.client("bob"), windows | {"next_prompts": json.dumps(["night falls"])}
+    video = client.videos.create_and_poll(prompt="waves", size="64x64", extra_body=more, poll_interval_ms=100)
+    client.videos.download_content(video.id).write_to_file(tmp_path / "video.mp4")
+    assert (video.status, video.prompt, read_video(tmp_path / "video.mp4")["frame_count"]) == ("completed", "waves", 41)
+    client.videos.delete(video.id)
