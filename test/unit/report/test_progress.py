@@ -29,6 +29,16 @@ lines.save()
 """
 COLUMNS = 80
 
+# A print in a phase of two seconds
+PRINTS = """
+import time
+from ltx_neuron.report.progress import line, printing
+with line("checking the files"), printing():
+    time.sleep(0.7)
+    print("recipe:", "distilled")
+    time.sleep(0.7)
+"""
+
 
 def on_a_terminal(*command: str) -> str:
     """What a command prints on a terminal of 80 columns."""
@@ -69,6 +79,12 @@ def test_a_terminal_shows_the_seconds_of_phases_and_of_steps_and_those_of_the_la
     assert "loading the transformer: 00:00, last time 1 s" in second
     printed = re.sub(r"\x1b\[\w", "", second)
     assert all(len(text) <= COLUMNS for text in re.split(r"[\r\n]+", printed))
+
+
+def test_what_is_printed_while_a_line_counts_stands_above_it():
+    printed = on_a_terminal("-c", PRINTS).split("recipe: distilled")
+    assert len(printed) == 2 and printed[0].endswith("\r"), "the line is cleared first"
+    assert re.match(r"\r\n\r?checking", printed[1])
 
 
 def test_nothing_is_printed_where_stderr_is_no_terminal(times):

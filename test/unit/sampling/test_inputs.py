@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from jobs import make_job, read_voice, replace
 from typed import parsed, said
@@ -31,6 +32,7 @@ from ltx_neuron.sampling.conditions import (
     ReferenceVideo,
     Retake,
     SoundCondition,
+    plain,
 )
 from ltx_neuron.sampling.guidance import DEFAULTS, NEGATIVE_PROMPT, Guidance, StreamGuidance
 from ltx_neuron.service.jobs import job_of
@@ -371,3 +373,9 @@ def test_an_image_at_frame_minus_1_is_the_last_frame_of_the_file_not_of_its_tail
     assert (
         job(replace(ONE, num_frames=25), tail_frames=8, image=(ImageCondition(FILE, -1),)).placed[0].frame_index == 16
     )
+
+
+def test_a_number_of_numpy_is_taken_and_an_array_of_one_is_not():
+    assert type(plain(np.float32(0.5))) is float
+    with pytest.raises(ValueError, match="wanted text or a number"):
+        plain(np.ones(1))

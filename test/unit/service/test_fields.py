@@ -136,6 +136,7 @@ REFUSALS = [
     ({"images": [{"path": "/etc/passwd"}]}, INVALID, "images[0]", "images[0].image_url"),
     ({"images": [IMAGE | {"frame": -2}]}, INVALID, "images[0]", "images[0].frame"),
     ({"input_reference": {"image_url": "data:image/png;base64,%%"}}, INVALID, "input_reference", "base64"),
+    ({"input_reference": {"image_url": "data:image/png,AAAA"}}, INVALID, "input_reference", "base64"),
     ({"audio_reference": VIDEO}, INVALID, "audio_reference", "audio_url"),
     ({"video_conditioning": [VIDEO | {"strength": 2}]}, INVALID, "video_conditioning[0]", "strength"),
     ({"images": [IMAGE] * 8, "input_reference": PNG_URL}, INVALID, "images", "got 9 images in all"),

@@ -18,6 +18,7 @@ from ltx_neuron.job import Size
 from ltx_neuron.sampling.latents import patchify_video
 from ltx_neuron.service import preview
 from ltx_neuron.service.preview import SECONDS, Previews
+from ltx_neuron.service.worker import with_thumbnail
 
 STAGE, OTHER = (make_job("", Size(64, width, 9)).stages[0] for width in (96, 64))  # latents (1, 128, 2, 2, 3)
 MIXED = torch.linalg.qr(torch.randn(128, 3, generator=torch.Generator().manual_seed(1)))[0]
@@ -119,3 +120,11 @@ def test_the_matrix_is_fitted_once_for_a_checkpoint_and_again_where_its_file_is_
     (file,) = (tmp_path / "preview").iterdir()
     file.write_text('{"matrix": [[1, 2, 3]]}')
     assert torch.equal(Previews(third).matrix, matrix) and third.host.encode_image.called
+
+
+def test_a_clips_thumbnail_is_its_middle_frame_in_whichever_chunk_it_comes(tmp_path):
+    chunks = [torch.zeros(2, 64, 96, 3, dtype=torch.uint8), torch.full((3, 64, 96, 3), 200, dtype=torch.uint8)]
+    passed = [*with_thumbnail(iter(chunks), SimpleNamespace(output_frames=5), tmp_path / "tile.jpg")]
+    assert all(map(torch.equal, passed, chunks))
+    with Image.open(tmp_path / "tile.jpg") as picture:
+        assert picture.getpixel((5, 5)) == (200, 200, 200)

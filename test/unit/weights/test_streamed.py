@@ -88,7 +88,9 @@ def test_a_source_without_a_layers_weights_is_refused(stored):
 @pytest.mark.parametrize("rows", [7, 300], ids=["few rows", "many rows"])
 @pytest.mark.parametrize("weight", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("outputs", [10, 3000])  # in one piece, and in several
-def test_products_are_those_of_the_weights_cast_to_fp32(weight, outputs, rows, monkeypatch):
+@pytest.mark.parametrize("onednn", [True, False])
+def test_products_are_those_of_the_weights_cast_to_fp32(weight, outputs, rows, onednn, monkeypatch):
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: onednn)
     for name in ("PIECE_ELEMENTS", "LARGE_PIECE_ELEMENTS"):
         monkeypatch.setattr(host_encoder, name, 2**15)
     layer = nn.Linear(WIDTH, outputs).requires_grad_(False)
