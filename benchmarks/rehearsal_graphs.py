@@ -132,7 +132,7 @@ def main() -> None:
         rehearsal.write_sources()
         rehearsal.write_adapter()
         print(f"{'':32}" + "".join(f"{name:>14}" for name in COLUMNS))
-        names = [name for name, sizes in JOBS.items() if args.tiny < len(sizes)]
+        names = [name for name, sizes in JOBS.items() if len(sizes) > 1 or not args.tiny]
         graphs = {name: rehearsal.rehearse(name, part) for name in names}
     finally:
         shutil.rmtree(args.folder)

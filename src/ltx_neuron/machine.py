@@ -88,6 +88,7 @@ def _lines_of(path: str) -> list[str]:
 
 
 def installed_packages() -> list[str]:
+    """Every installed Python package as name==version."""
     installed = set()
     for distribution in importlib.metadata.distributions():
         with suppress(KeyError, TypeError, OSError):  # a partly removed one
@@ -101,6 +102,7 @@ def version_numbers(version: str | None) -> tuple[int, ...]:
 
 
 def package_version(package: str) -> str | None:
+    """The version of an installed Python package, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

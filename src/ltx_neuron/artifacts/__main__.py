@@ -6,7 +6,7 @@ list URL    list the content of the store
 
 URL is a folder, s3://bucket/path, hf://owner/name/path, or any other URL of fsspec. Digests verify
 the files. After an interruption, the same command continues with the missing files.
-Cached prompts, calibrations and compiler caches are not copied.
+Cached prompts, measured times and compiler caches are not copied.
 
 ltx-neuron artifacts push s3://bucket/ltx
 ltx-neuron artifacts pull s3://bucket/ltx --only graphs --only 'weights/dit*'

@@ -239,14 +239,17 @@ class Workspace:
 
     @cached_property
     def video_encoder(self):
+        """The video encoder's configuration. Raises UserError if the ranks do not support it."""
         return video_encoder_config(self.config)
 
     @cached_property
     def audio_decoder(self):
+        """The mel decoder's configuration. Raises UserError if the ranks do not support it."""
         return audio_decoder_config(self.config)
 
     @cached_property
     def vocoder(self):
+        """The vocoder's configuration. Raises UserError if the ranks do not support it."""
         return vocoder_config(self.config)
 
     @cached_property

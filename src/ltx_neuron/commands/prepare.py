@@ -132,6 +132,7 @@ class Preparation:
         return " ".join([profile.name, profile.backend, profile.compile_backend, *names])
 
     def check_space(self) -> None:
+        """Raise UserError if the disk has no room for the missing weights."""
         needed = sum(max(0, (part.size or 0) - part.bytes_there) for part in self.missing)
         check_space(nearest_existing(self.workspace.artifacts), needed, "the weights need")
 

@@ -63,7 +63,7 @@ class Profile:
     lnc: int = 1
     chip: Chip | None = None  # None: its limits are unknown
     host_memory_bytes: int | None = None
-    # Of the host's video models; "auto": bfloat16 for a bfloat16 run if the CPU is faster with it
+    # Of the host's video models; "auto": bfloat16 for a bfloat16 run if the CPU multiplies it
     host_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     # Longer side of a decoder's tile in pixels, the pixels that two tiles share, and the same in
     # time. The defaults are those of ltx-core since 1.1.3

@@ -66,7 +66,7 @@ class HostModels:
         self.checkpoint_path, self.files = checkpoint_path, files
         self.config = config
         self.dtype, self.audio_dtype, self.host_dtype = dtype, audio_dtype, host_dtype
-        # A bfloat16 run computes in float32 where that is faster, and rounds the result.
+        # A bfloat16 run may compute in float32, and rounds the result.
         self.latent_dtype = dtypes.of_latents(host_dtype, dtype) if host_dtype else dtype
         self.upsampler_paths = {
             "spatial": spatial_upsampler_path,
@@ -302,8 +302,8 @@ class HostModels:
             release = self.files and self.files.release
             return upsampler_spec(kind, self.upsampler_paths[kind], self.latent_dtype, release)
         # The video encoder and decoder keep the stored dtype of their weights.
-        dtypes = {"encoder": None, "decoder": None, "statistics": self.latent_dtype}
-        dtype = dtypes[model] if kind == "video" else self.audio_dtype
+        of_video = {"encoder": None, "decoder": None, "statistics": self.latent_dtype}
+        dtype = of_video[model] if kind == "video" else self.audio_dtype
         return checkpoint_spec(name, self.checkpoint_path, self.config, dtype, self.files)
 
 

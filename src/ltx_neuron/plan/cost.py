@@ -62,7 +62,7 @@ def step_cost(
     for peak_bytes and the largest collective. moved_bytes: sent by the rank in its
     tensor-parallel group. weight_bytes, weight_tensors: its weights. inputs: the most other
     tensors of a graph. score_bytes: to write and read attention's scores."""
-    # Of a profile, and with torchdist: NxD's graphs are not exported.
+    # The fields of a profile that the counts depend on. NxD's graphs are not exported.
     divided = {"attention": profile.attention, "context_parallel": profile.context_parallel}
     counted = dataclasses.replace(PROFILES["cpu"], **divided)
     with export.fake_process_group(profile.world_size(tp), groups=mesh.groups(counted, tp)):

@@ -33,6 +33,7 @@ class RequestLimits:
         await self.app(scope, _Body(receive, most), send)
 
     def _refused(self, headers: Headers, max_bytes: int) -> ApiError | None:
+        """The error of a request with unacceptable headers; the app raises it."""
         host = headers.get("host", "")
         if self.local and _name(host) not in LOCAL_HOSTS:
             # DNS rebinding: another site's name may resolve to this machine.

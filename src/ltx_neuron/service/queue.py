@@ -422,6 +422,7 @@ class Queue:
         return dict.fromkeys(STATUSES, 0) | {row[0]: row[1] for row in rows}
 
     def oldest_wait(self) -> float:
+        """Seconds that the oldest waiting job has waited."""
         now = self.clock()
         sql = "SELECT :now - min(created_at) FROM jobs WHERE status = 'queued'"
         return max(0.0, self.database.read(sql, now=now)[0][0] or 0.0)

@@ -219,6 +219,7 @@ class Source:
         }
 
     def tensor(self, name: str) -> Tensor:
+        """A whole tensor, as a copy."""
         file, key = self._find(name)
         return file.read(key)
 

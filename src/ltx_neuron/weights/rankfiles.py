@@ -135,6 +135,7 @@ def open_rank_file(
 
 
 def open_host_file(folder: Path) -> TensorFile:
+    """The host's file of a weight set. UserError unless it matches its manifest."""
     file = TensorFile(folder / HOST_FILE, RESHARD)
     _check_header(folder / HOST_FILE, file)
     return file
@@ -150,6 +151,7 @@ def _file_digest(path: Path) -> str:
 
 
 def header_digest(file: TensorFile) -> str:
+    """The blake3 of a rank file's header, as a weight set's manifest has it."""
     return blake3(len(file.header).to_bytes(8, "little") + file.header).hexdigest()
 
 

@@ -278,6 +278,7 @@ class _File:
                 raise RuntimeError(f"{self.path}: wrote {size} bytes, the header says {self.size}")
 
     def append(self, tensor: Tensor) -> None:
+        """Write a tensor's data, cast to the file's dtype."""
         if tensor.dtype == self.dtype and tensor.is_contiguous():
             self._write(_bytes(tensor))
             return

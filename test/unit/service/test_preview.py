@@ -123,7 +123,8 @@ def test_the_matrix_is_fitted_once_for_a_checkpoint_and_again_where_its_file_is_
 
 
 def test_a_clips_thumbnail_is_its_middle_frame_in_whichever_chunk_it_comes(tmp_path):
-    chunks = [torch.zeros(2, 64, 96, 3, dtype=torch.uint8), torch.full((3, 64, 96, 3), 200, dtype=torch.uint8)]
+    frames = torch.tensor([0, 50, 200, 100, 150], dtype=torch.uint8)[:, None, None, None].expand(5, 64, 96, 3)
+    chunks = frames[:2], frames[2:]
     passed = [*with_thumbnail(iter(chunks), SimpleNamespace(output_frames=5), tmp_path / "tile.jpg")]
     assert all(map(torch.equal, passed, chunks))
     with Image.open(tmp_path / "tile.jpg") as picture:
