@@ -1,32 +1,26 @@
 """README and docs say what is so: links, commands, files and tests that they name exist."""
 
 import ast
-import io
 import re
-import runpy
 import shlex
-import signal
-import sys
-from contextlib import redirect_stdout
-from functools import cache, partial
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
-import printed
 import pytest
 from conftest import ROOT
 from device import conftest as device
+from typed import parser_of
 
-from ltx_neuron import commands as program
 from ltx_neuron.backends import neuron_errors
-from ltx_neuron.errors import UserError
+from ltx_neuron.commands import VERBS
 from ltx_neuron.sampling.compat import FOLLOWED
 
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
 BENCHMARKS = sorted(f"benchmarks/{path.name}" for path in (ROOT / "benchmarks").glob("*.md"))
-PROGRAM, HELP = "ltx-neuron", ("--help-all", "--help")
+PROGRAM, DEVICE_TESTS = "ltx-neuron", ["-m", "pytest", "test/device"]
 README_LINES, PATH_FILES, PATH_LINES = 140, 10, 2000
-DEVICE = ("-m", "pytest", "test/device")
 MADE_BY_RUNNING = ("artifacts/", "outputs/")
 
 
@@ -34,142 +28,87 @@ def text_of(page: str) -> str:
     return (ROOT / page).read_text()
 
 
-def code_blocks(page: str) -> list[str]:
-    """Fenced blocks of shell commands: those that name no language."""
-    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text_of(page), re.DOTALL | re.MULTILINE)
-    return [text for language, text in blocks if not language]
-
-
 def inline_code(page: str) -> list[str]:
     without_blocks = re.sub(r"^```.*?^```", "", text_of(page), flags=re.DOTALL | re.MULTILINE)
     return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", without_blocks)]
 
 
-def commands(page: str) -> list[list[str]]:
+def commands(page: str, in_sentences: bool = True) -> list[list[str]]:
     """The words of every command that a page shows, with the values of the page's variables."""
-    shell = "".join(code_blocks(page)).replace("\\\n", " ")
-    assigned = re.findall(r'(?:^|; )([A-Z_]+)=("[^"]*"|[^\s;]+)(?=;|$)', shell, re.MULTILINE)
-    values = {name: value.strip('"') for name, value in assigned}
-    lines = [with_values(line, values) for line in [*shell.splitlines(), *inline_code(page)]]
-    shown = [part for line in lines for part in line.split("&&")]
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text_of(page), re.DOTALL | re.MULTILINE)
+    shell = "".join(text for language, text in blocks if not language).replace("\\\n", " ")
+    values = dict(re.findall(r'(?:^|; )([A-Z_]+)=("[^"]*"|[^\s;]+)(?=;|$)', shell, re.MULTILINE))
+    text = "\n".join([*shell.splitlines(), *(inline_code(page) if in_sentences else ())])
+    for _ in values:  # of which some have others in their values
+        for name, value in values.items():
+            text = re.sub(rf"\${name}\b", lambda _, value=value: value.strip('"'), text)
     programs = re.compile(r"\s*(\w+=\S+ )*(make|pip|ltx-neuron|\S*python) ")
-    split = [shlex.split(line, comments=True) for line in shown if programs.match(line)]
-    return [words[first_word(words) :] for words in split]
-
-
-def with_values(line: str, values: dict[str, str]) -> str:
-    while known := [name for name in re.findall(r"\$([A-Z_]+)", line) if name in values]:
-        line = line.replace(f"${known[0]}", values[known[0]])
-    return line
-
-
-def first_word(words: list[str]) -> int:
-    return next(i for i, word in enumerate(words) if not re.fullmatch(r"\w+=.*", word))
+    shown = [part for line in text.splitlines() for part in line.split("&&") if programs.match(part)]
+    split = [shlex.split(part, comments=True) for part in shown]
+    return [words[next(i for i, word in enumerate(words) if not re.match(r"\w+=", word)) :] for words in split]
 
 
 @cache
-def flags_of(*script: str) -> frozenset[str]:
-    """The flags that the help of a verb of ltx-neuron, a script or a module lists. Run in this
-    process, which has imported torch."""
-    if script == DEVICE:
-        known = {"--lf"}
-        group = SimpleNamespace(addoption=lambda *names, **_: known.update(names))
-        device.pytest_addoption(SimpleNamespace(getgroup=lambda *_: group))
-        return frozenset(known)
-    if script[0] == PROGRAM:
-        run = partial(program.dispatch, [*script[1:], *HELP])
-    elif script[0] == "-m":
-        run = partial(runpy.run_module, script[1], run_name="__main__", alter_sys=True)
-    else:
-        run = partial(runpy.run_path, str(ROOT / script[0]), run_name="__main__")
-    handler, printed = signal.getsignal(signal.SIGTERM), io.StringIO()
-    with (
-        mock.patch.object(sys, "argv", [script[-1], *HELP]),
-        redirect_stdout(printed),
-        pytest.raises(SystemExit) as end,
-    ):
-        run()
-    signal.signal(signal.SIGTERM, handler)  # errors.run has its own
-    assert not end.value.code, script
-    options = re.findall(r"^ +(-.*)$", printed.getvalue(), re.MULTILINE)
-    flags = frozenset(flag for line in options for flag in re.findall(r"--[a-z0-9-]+", line))
-    # prepare takes all flags of generate, and lists those that it needs.
-    return flags | flags_of(PROGRAM, "generate") if script == (PROGRAM, "prepare") else flags
+def flags_of(verb: str) -> frozenset[str]:
+    """The flags of a verb of ltx-neuron, with all of its models."""
+    models = ("transformer", "gemma3", "vae") if verb in ("shard", "compile") else ()
+    parsers = [parser_of([verb, *([model] if model else [])]) for model in models or [""]]
+    return frozenset(flag for parser in parsers for flag in parser._option_string_actions)
 
 
-def script_in(words: list[str]) -> tuple[str, ...] | None:
-    """What a command runs, if it is this project's: a verb of ltx-neuron with its model, a file, or
-    -m and a module."""
-    if words[0] == PROGRAM:
-        return (PROGRAM, *words[1 : 3 if words[1] in ("shard", "compile") else 2])
-    if words[1] != "-m":
-        return (words[1],)
-    if words[1:4] == [*DEVICE]:
-        return DEVICE
-    return ("-m", words[2]) if words[2].startswith("ltx_neuron") else None
+@cache
+def device_flags() -> frozenset[str]:
+    known = ["--lf"]
+    group = SimpleNamespace(addoption=lambda *names, **_: known.extend(names))
+    device.pytest_addoption(SimpleNamespace(getgroup=lambda *_: group))
+    return frozenset(known)
 
 
-def problems_of(words: list[str]) -> list[str]:
-    shown = shlex.join(words)
-    files = [word for word in words[1:] if re.fullmatch(r"[a-z_0-9/-]+\.(py|txt)", word)]
-    problems = [f"{shown}: no file {name}" for name in files if not (ROOT / name).is_file()]
-    if words[0] == "make":
-        targets = set(re.findall(r"^([\w-]+):", text_of("Makefile"), re.MULTILINE))
-        wanted = [word for word in words[1:] if "=" not in word]
-        return problems + [f"{shown}: no target {name}" for name in wanted if name not in targets]
-    if words[0] == "pip" or problems or script_in(words) is None:
-        return problems
-    given = [word.partition("=")[0] for word in words if word.startswith("--")]
-    try:
-        known = flags_of(*script_in(words))
-    except UserError as error:  # no such verb
-        return [f"{shown}: {error}"]
-    return [f"{shown}: no flag {flag}" for flag in given if flag not in known | {"--help"}]
+@cache
+def all_flags() -> frozenset[str]:
+    return device_flags().union(*map(flags_of, VERBS))
 
 
-def headings(page: str, marks: str = "#+") -> list[str]:
-    """A page's headings with these marks, as the anchors that links use."""
-    shell_comments = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
-    titles = re.findall(rf"^{marks} (.+)$", shell_comments.sub("", text_of(page)), re.MULTILINE)
+def headings(page: str) -> list[str]:
+    """A page's headings, as the anchors that links use."""
+    without_blocks = re.sub(r"^```.*?^```$", "", text_of(page), flags=re.DOTALL | re.MULTILINE)
+    titles = re.findall(r"^#+ (.+)$", without_blocks, re.MULTILINE)
     return [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
 
 
 @pytest.mark.parametrize("page", [*PAGES, *BENCHMARKS])
 def test_every_relative_link_leads_to_a_file_and_to_a_heading_in_it(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", text_of(page)):
-        if "://" in target:
-            continue
         name, _, anchor = target.partition("#")
         path = ((ROOT / page).parent / name).resolve() if name else ROOT / page
-        assert path.is_file(), f"{page}: {target}"
-        assert not anchor or anchor in headings(str(path.relative_to(ROOT))), f"{page}: {target}"
+        assert "://" in target or path.is_file(), target
+        assert "://" in target or not anchor or anchor in headings(str(path.relative_to(ROOT))), target
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_command_names_a_script_that_exists_and_flags_that_it_knows(page):
-    problems = [problem for words in commands(page) for problem in problems_of(words)]
-    assert not problems, "\n".join(problems)
+def test_every_command_of_a_page_can_be_typed(page):
+    """Those of a block with their values; those of a sentence may leave out what a verb needs."""
+    targets = re.findall(r"^([\w-]+):", text_of("Makefile"), re.MULTILINE)
+    for words in commands(page):
+        shown, flags = shlex.join(words), {word.partition("=")[0] for word in words if word.startswith("--")}
+        files = [word for word in words[1:] if re.fullmatch(r"[a-z_0-9/-]+\.(py|txt)", word)]
+        assert all((ROOT / name).is_file() for name in files), shown
+        if words[0] == "make":
+            assert {word for word in words[1:] if "=" not in word} <= {*targets}, shown
+        elif words[0] == PROGRAM:
+            assert words[1] in VERBS and flags <= flags_of(words[1]), shown
+        elif words[1:4] == DEVICE_TESTS:
+            assert flags <= device_flags(), shown
+    for words in commands(page, in_sentences=False):
+        assert "$" not in shlex.join(words) or words[0] != PROGRAM, words
+        if words[0] == PROGRAM and "--help" not in words:
+            parser_of(words[1:], parses=True)
+    assert {code.split()[0] for code in inline_code(page) if code.startswith("--")} <= all_flags()
 
 
-def test_a_command_that_does_not_exist_is_found():
+def test_commands_are_found_in_pages():
     shown = [shlex.join(words) for page in PAGES for words in commands(page)]
     assert "make demo" in shown and sum(command.startswith("ltx-neuron generate") for command in shown) > 10
-    assert not [command for command in shown if re.search(r"\$(CKPT|MODEL|GEMMA)", command)]
-    for wrong in ("ltx-neuron shard vae --height 64", "ltx-neuron genrate", "python src/no_such.py", "make no-target"):
-        assert problems_of(wrong.split()), wrong
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_every_flag_in_a_sentence_is_one_of_some_script(page):
-    scripts = {
-        script_in(words)
-        for other in PAGES
-        for words in commands(other)
-        if words[0] == PROGRAM or words[0].endswith("python")
-    }
-    known = {flag for script in scripts - {None} for flag in flags_of(*script)}
-    named = {code.split()[0] for code in inline_code(page) if code.startswith("--")}
-    assert named <= known | {*HELP}
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -178,19 +117,17 @@ def test_every_source_file_folder_and_test_that_is_named_exists(page):
     sources = "\n".join(path.read_text() for path in (ROOT / "test").rglob("test_*.py"))
     for name in inline_code(page):
         if re.fullmatch(r"test_\w+", name):
-            assert f"def {name}(" in sources, f"{page}: {name}"
+            assert f"def {name}(" in sources, name
         elif re.fullmatch(r"[\w./-]+(\.py|\.sh|\.txt|/)", name) and not name.startswith(MADE_BY_RUNNING):
-            assert any((root / name).exists() for root in roots), f"{page}: {name}"
+            assert any((root / name).exists() for root in roots), name
 
 
-@cache
-def texts_of_the_code() -> str:
-    """Every text of the sources, with ... for what a run puts into it."""
-    texts = set()
-    for path in (*(ROOT / "src").rglob("*.py"), ROOT / "test/device/measurements.py"):
-        nodes = ast.walk(ast.parse(path.read_text()))
-        texts |= {text.replace("…", "...") for text in map(printed.text_of, nodes) if text}
-    return "\n".join(texts)
+def nodes_of(path: Path) -> Iterator[tuple[ast.AST, str | None]]:
+    """The syntax nodes of a file, and the texts of those that are texts, with ... for what a run puts in."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        parts = [getattr(part, "value", "...") for part in getattr(node, "values", [node])]
+        is_text = isinstance(node, ast.JoinedStr) or isinstance(getattr(node, "value", None), str)
+        yield node, "".join(part if isinstance(part, str) else "..." for part in parts) if is_text else None
 
 
 def test_every_failure_that_the_trainium_page_explains_is_one_that_the_code_says():
@@ -198,8 +135,10 @@ def test_every_failure_that_the_trainium_page_explains_is_one_that_the_code_says
     rows = re.findall(r"^\| (`.*?) \| (.*?) \|", section.partition("\n## ")[0], re.MULTILINE)
     messages = [code for row, _ in rows for code in re.findall("`([^`]+)`", row)]
     numbers = [code for _, why in rows for code in re.findall("`(N[RC][TC]_[A-Z_0-9]+)`", why)]
+    files = *(ROOT / "src").rglob("*.py"), ROOT / "test/device/measurements.py"
+    said = "\n".join({text.replace("…", "...") for path in files for _, text in nodes_of(path) if text})
     assert len(messages) > 20 and len(numbers) > 10
-    assert [text for text in messages if text not in texts_of_the_code()] == []
+    assert [text for text in messages if text not in said] == []
     assert [code for code in numbers if not neuron_errors.known(code)] == []
 
 

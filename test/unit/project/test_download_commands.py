@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 from hub_server import GEMMA, LTX, released
-from printed import runs
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from typed import ended
@@ -41,12 +40,9 @@ class Files:
         with safe_open(tiny.checkpoint, "pt") as file:
             self.metadata = file.metadata()
 
-    def path(self, name: str) -> Path:
-        Path(name).parent.mkdir(parents=True, exist_ok=True)
-        return Path(name)
-
     def content(self, name: str, content: bytes) -> str:
-        self.path(name).write_bytes(content)
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_bytes(content)
         return name
 
     def magic(self, name: str, begin: bytes) -> str:
@@ -71,7 +67,8 @@ class Files:
         return self.content(name, source.read_bytes())
 
     def tensors(self, name: str, tensors: dict, metadata: dict | None = None) -> str:
-        save_file(tensors, self.path(name), metadata)
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, name, metadata)
         return name
 
     def part(self, name: str, *without: str) -> str:
@@ -81,17 +78,15 @@ class Files:
 
     def shards(self, folder: str) -> str:
         tensors = load_file(self.tiny.checkpoint)
-        for number, names in enumerate((list(tensors)[::2], list(tensors)[1::2]), 1):
-            part = {name: tensors[name] for name in names}
+        for number in (1, 2):
+            part = {name: tensors[name] for name in list(tensors)[number - 1 :: 2]}
             self.tensors(f"{folder}/model-0000{number}-of-00002.safetensors", part, self.metadata)
         self.index(f"{folder}/model.safetensors.index.json")
         return folder
 
     def diffusers(self, folder: str) -> str:
         self.content(f"{folder}/model_index.json", b'{"_class_name": "LTX2Pipeline"}')
-        for number in (1, 2):
-            name = f"{folder}/transformer/diffusion_pytorch_model-0000{number}-of-00002.safetensors"
-            self.tensors(name, {f"proj_in.{number}": torch.zeros(2)})
+        self.tensors(f"{folder}/transformer/diffusion_pytorch_model-00001-of-00002.safetensors", PLAIN)
         return folder
 
     def older(self, name: str) -> str:
@@ -149,26 +144,21 @@ CASES: list[Case] = [
     (CHECKPOINT, lambda f: f.diffusers("mine"), "diffusers' layout"),
     (CHECKPOINT, lambda f: f.tensors(DIFFUSERS, PLAIN), "diffusers' layout"),
     (CHECKPOINT, lambda f: f.within(f.content("mine/README.md", b"weights")), "without a transformer"),
-    (CHECKPOINT, lambda f: f.within(f.part("mine/vae.safetensors", "model.", "text_")), "without a transformer"),
     (CHECKPOINT, lambda f: f.older("ltx-2.safetensors"), "LTX version 2.0"),
     (CHECKPOINT, lambda f: f.copy("a.safetensors", f.tiny.spatial_upsampler), "no '"),
     (CHECKPOINT, lambda f: f.copy("gemma.safetensors", f.tiny.gemma_root / WEIGHTS), "no 'config' metadata"),
     (CHECKPOINT, lambda f: f.part("mine.safetensors", "vae.", "audio_", "vocoder."), "the video VAE is missing"),
     (CHECKPOINT, lambda f: f.part("mine.safetensors", "vae.decoder."), "does not have the VideoDecoder"),
-    (ROOT, lambda f: f.magic("gemma.gguf", b"GGUF\3\0\0\0"), "a GGUF file"),
     (ROOT, lambda f: f.copy("gemma_3_12B_it.safetensors", f.tiny.gemma_root / WEIGHTS), "is a file"),
     (ROOT, lambda f: f.copy("ltx.safetensors", f.tiny.checkpoint), "is a transformer of LTX 2.3.0"),
     (ROOT, lambda f: f.copy("gemma4.safetensors", f.split.text_encoder), "text encoder of a later release"),
-    (ROOT, lambda f: f.index("model.safetensors.index.json"), "JSON text"),
     (ROOT, lambda f: "gemma", "is not a folder"),
     (ROOT, lambda f: f.gemma("gemma", WEIGHTS, "model-00001-of-00005.safetensors"), "has 1 of 5 weight files"),
     (ROOT, lambda f: f.gemma("a", "", "model-00001-of-00001.safetensors x.safetensors"), "1 weight files and 1 of 1"),
     (ROOT, lambda f: f.gemma("gemma", "tokenizer.json"), "no tokenizer"),
     (ROOT, lambda f: f.gemma("gemma", "config.json"), "config.json"),
-    (ROOT, lambda f: f.within(f.magic("gemma/gemma.gguf", b"GGUF")), "config.json"),
     (ROOT, lambda f: f.smaller("gemma-3-4b"), "has hidden_size"),
     (SPATIAL, lambda f: "upsampler.safetensors", "no such file"),
-    (SPATIAL, lambda f: f.pickle("upsampler.pth"), "a pickle"),
     (SPATIAL, lambda f: f.copy("a.safetensors", f.tiny.temporal_upsampler), "wanted a spatial latent upsampler"),
     (SPATIAL, lambda f: f.cut(f"models/{PUBLISHED['spatial']}", f.tiny.spatial_upsampler), "truncated?"),
 ]
@@ -186,10 +176,6 @@ CASES_OF_2_5: list[Case] = [
     (HEAD, lambda f: "head.safetensors", "no such file"),
     (HEAD, lambda f: f.copy("a.safetensors", f.split.video_vae), "wanted a duration head"),
 ]
-
-
-def names_of(cases: list[Case]) -> list[str]:
-    return [f"{number} {flag} {words}" for number, (flag, _, words) in enumerate(cases)]
 
 
 def prepared(capsys, values: dict, *words: str) -> tuple[int, str]:
@@ -214,9 +200,17 @@ def downloaded(monkeypatch, command: str) -> str:
     return folder if words[3] == "--local-dir" else str(Path(folder, words[3]))
 
 
-def check(capsys, monkeypatch, home: Path, values: dict, flag: str, message: str) -> None:
-    """Run a command that errs, then what its error prints, then the command again."""
+@pytest.mark.parametrize(
+    ("later", "flag", "make", "message"),
+    [*((False, *case) for case in CASES), *((True, *case) for case in CASES_OF_2_5)],
+)
+def test_what_a_printed_command_downloads_is_taken(later, flag, make, message, home, tiny, split, capsys, monkeypatch):
     options = "--recipe", "distilled", "--two-stage"
+    values = {CHECKPOINT: tiny.checkpoint, ROOT: tiny.gemma_root, SPATIAL: tiny.spatial_upsampler}
+    if later:
+        values = {CHECKPOINT: split.distilled, ROOT: split.text_encoder, VIDEO: split.video_vae}
+        values |= {AUDIO: split.audio_vae, SPATIAL: split.spatial_upsampler, HEAD: split.duration_head}
+    values |= {flag: make(Files(tiny, split))}
     before = {path for path in home.rglob("*") if path.is_file()}
     code, error = prepared(capsys, values, *options)
     assert code == 2 and message in error and f"nearest: {values[flag]})" not in error, error
@@ -234,51 +228,6 @@ def check(capsys, monkeypatch, home: Path, values: dict, flag: str, message: str
     assert all(path.is_file() for path in before)  # nothing is lost
 
 
-@runs(
-    "config/common.py:gemma_download: --gemma-root",
-    "weights/checkpoint.py:-: --checkpoint-path",
-    "config/common.py:-: hf download",
-    "config/common.py:gemma_download: hf download",
-    "config/gemma.py:check_gemma_fits: hf download",
-    "config/gemma.py:gemma_config: hf download",
-    "config/release.py:download: hf download",
-    "host/duration.py:-: hf download",
-    "host/loading.py:upsampler_spec: hf download",
-    "hub.py:download: hf download",
-    "hub.py:download_again: hf download",
-    "hub.py:download_released: hf download",
-    "engine/preflight.py:_check_upsampler: hf download",
-    "text/inputs.py:load_tokenizer: hf download",
-    "weights/checkpoint.py:__init__: hf download",
-    "weights/checkpoint.py:gemma_files: hf download",
-    "weights/model_files.py:__init__: hf download",
-    "weights/model_files.py:_check_folder: hf download",
-    "weights/model_files.py:_transformer_in: hf download",
-    "weights/model_files.py:path: hf download",
-    "weights/model_files.py:text_encoder: hf download",
-    "weights/tensorfile.py:__init__: hf download",
-)
-@pytest.mark.parametrize(("flag", "make", "message"), CASES, ids=names_of(CASES))
-def test_what_a_printed_command_downloads_is_taken(flag, make, message, home, tiny, split, capsys, monkeypatch):
-    values = {CHECKPOINT: tiny.checkpoint, ROOT: tiny.gemma_root, SPATIAL: tiny.spatial_upsampler}
-    check(capsys, monkeypatch, home, values | {flag: make(Files(tiny, split))}, flag, message)
-
-
-@runs("weights/checkpoint.py:_parse: hf download")
-@pytest.mark.parametrize(("flag", "make", "message"), CASES_OF_2_5, ids=names_of(CASES_OF_2_5))
-def test_of_ltx_2_5_what_a_printed_command_downloads_is_taken(
-    flag, make, message, home, tiny, split, capsys, monkeypatch
-):
-    values = {CHECKPOINT: split.distilled, ROOT: split.text_encoder, VIDEO: split.video_vae}
-    values |= {AUDIO: split.audio_vae, SPATIAL: split.spatial_upsampler, HEAD: split.duration_head}
-    check(capsys, monkeypatch, home, values | {flag: make(Files(tiny, split))}, flag, message)
-
-
-@runs(
-    "artifacts/workspace.py:_merged: hf download",
-    "engine/preflight.py:check_distilled_loras: hf download",
-    "weights/lora.py:_missing: hf download",
-)
 @pytest.mark.parametrize(
     ("recipe", "flag", "lora", "message"),
     [
@@ -298,7 +247,6 @@ def test_the_lora_that_a_printed_command_downloads_is_taken(
     assert prepared(capsys, values | {flag: downloaded(monkeypatch, command)}, "--two-stage") == (0, "")
 
 
-@runs("hub.py:_download: hf download", "hub.py:local_path: hf download")
 @pytest.mark.parametrize(("name", "kind"), [(f"{LTX}/{PUBLISHED['dev']}", "dev"), (GEMMA, "gemma")])
 def test_the_command_for_a_machine_without_network_fills_the_cache(home, monkeypatch, name, kind):
     with no_downloads(), pytest.raises(NotDownloaded) as error:
