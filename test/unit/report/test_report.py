@@ -22,6 +22,14 @@ JOB = {"height": 384, "width": 512, "prompt": "a very long prompt " * 20}
 MEGABYTE = 1_000_000
 
 
+@pytest.fixture
+def clock(monkeypatch) -> SimpleNamespace:
+    """The recorder's clock, which stands still at `now`."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
+    return clock
+
+
 def report_of(recorder: Recorder) -> dict:
     return recorder.report({}, "cpu", 1, {}, {})
 
@@ -45,21 +53,6 @@ def write(folder: Path, report: object, name: str = "run.json") -> str:
     path = folder / name
     path.write_text(json.dumps(report))
     return str(path)
-
-
-def test_a_phase_is_timed_and_what_lies_between_phases_is_the_residual():
-    recorder = Recorder()
-    with recorder.phase("load_gemma3"):
-        time.sleep(0.02)
-    time.sleep(0.05)
-    with recorder.phase("encode_text"):
-        time.sleep(0.01)
-    report = report_of(recorder)
-    assert [phase["name"] for phase in report["phases"]] == ["load_gemma3", "encode_text"]
-    first, second = (phase["seconds"] for phase in report["phases"])
-    assert first >= 0.02 and second >= 0.01
-    assert report["residual_seconds"] == pytest.approx(report["end_to_end_seconds"] - first - second)
-    assert report["residual_seconds"] >= 0.05
 
 
 def test_phases_do_not_nest_and_have_only_the_known_names():
@@ -94,43 +87,37 @@ def phase_in_a_thread(recorder: Recorder, name: str, until: threading.Event) -> 
     return thread
 
 
-def test_every_moment_counts_for_one_phase_and_overlapped_time_is_separate():
-    """The main thread denoises for 30 ms and then waits for 20 ms, while two others decode all the time."""
+def test_every_moment_counts_for_one_phase_or_is_the_residual_and_overlapped_time_is_separate(clock):
+    """The main thread denoises for 3 s and then waits for 2 s, while two others decode all the time."""
     recorder, until = Recorder(), threading.Event()
     threads = [phase_in_a_thread(recorder, name, until) for name in ("decode_video", "decode_audio")]
     with recorder.phase("denoise_stage_1"):
-        time.sleep(0.03)
-    time.sleep(0.02)
+        clock.now += 3
+    clock.now += 2
     early = {phase["name"]: phase for phase in report_of(recorder)["phases"]}
     until.set()
     for thread in threads:
         thread.join()
+    clock.now += 5
     report = report_of(recorder)
-    phases = {phase["name"]: phase for phase in report["phases"]}
-    denoise, video, audio = (phases[name] for name in ("denoise_stage_1", "decode_video", "decode_audio"))
-    assert "overlapped_seconds" not in denoise and denoise["seconds"] >= 0.03
-    assert video["seconds"] >= 0.02 and video["overlapped_seconds"] >= denoise["seconds"]
-    assert audio["seconds"] < audio["overlapped_seconds"] and audio["overlapped_seconds"] >= 0.05
+    phases = {phase["name"]: (phase["seconds"], phase.get("overlapped_seconds")) for phase in report["phases"]}
+    assert phases == {"denoise_stage_1": (3, None), "decode_video": (2, 3), "decode_audio": (0, 5)}
+    assert (report["residual_seconds"], report["end_to_end_seconds"]) == (5, 10)
     # A report in the middle of a run counts what other threads are in.
-    assert 0.02 <= early["decode_video"]["seconds"] < video["seconds"] and early["decode_video"]["peak_rss_bytes"] > 0
-    assert report["residual_seconds"] >= 0
-    whole = sum(phase["seconds"] for phase in report["phases"]) + report["residual_seconds"]
-    assert whole == pytest.approx(report["end_to_end_seconds"])
+    assert early["decode_video"]["seconds"] == 2 and early["decode_video"]["peak_rss_bytes"] > 0
     latency.validate(report)
     text, plain = latency.table(report), latency.table(recorded())
     assert "overlapped s" in text and "overlapped" not in plain and max(map(len, text.splitlines())) <= 100
-    assert "phases.decode_video.overlapped_seconds" in latency.numbers(report)
+    assert latency.numbers(report)["phases.decode_video.overlapped_seconds"] == 3
 
 
-def test_a_paused_phase_does_not_count_the_phases_that_it_waits_for(monkeypatch):
-    clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
+def test_a_paused_phase_does_not_count_the_phases_that_it_waits_for(clock):
     recorder = Recorder()
 
     def decoded():
         with recorder.phase("decode_video"):
             for number in range(3):
-                clock.now += 0.02
+                clock.now += 2
                 with recorder.paused():
                     yield number
 
@@ -139,14 +126,15 @@ def test_a_paused_phase_does_not_count_the_phases_that_it_waits_for(monkeypatch)
         for _ in range(3):
             with recorder.paused():
                 next(numbers)
-            clock.now += 0.01
+            clock.now += 1
         with recorder.paused():
             assert list(numbers) == []
     with recorder.paused(), recorder.phase("decode_audio"):  # outside a phase
         pass
     phases = report_of(recorder)["phases"]
-    seconds = {phase["name"]: pytest.approx(phase["seconds"]) for phase in phases}
-    assert seconds == {"decode_video": 0.06, "encode_mp4": 0.03, "decode_audio": 0} and len(phases) == 3
+    assert [(phase["name"], phase["seconds"]) for phase in phases] == [
+        *(("decode_video", 6), ("encode_mp4", 3), ("decode_audio", 0))
+    ]
     assert all("overlapped_seconds" not in phase for phase in phases)
 
 
@@ -189,11 +177,10 @@ def test_the_report_has_exactly_the_fields_of_schema_1():
     report = recorded()
     assert list(report) == FIELDS.split()
     inputs = {"schema": 1, "job": JOB, "profile": "cpu", "tp": 4}
-    inputs |= {"versions": {"torch": "2.13"}, "identity": {"checkpoint": "abc"}}
+    inputs |= {"versions": {"torch": "2.13"}, "identity": {"checkpoint": "abc"}, "start_to_first_clip": None}
+    inputs |= {"collectives_per_step": {"count": 96, "bytes": 5_000_000}, "bytes_to_device_per_step": 2_000_000}
     assert report.items() >= inputs.items()
     assert all(list(phase) == ["name", "seconds", "peak_rss_bytes"] for phase in report["phases"])
-    assert report["collectives_per_step"] == {"count": 96, "bytes": 5_000_000}
-    assert report["bytes_to_device_per_step"] == 2_000_000 and report["start_to_first_clip"] is None
     latency.validate(report)
     latency.validate(report_of(Recorder()))
 
@@ -203,16 +190,12 @@ def test_the_cold_step_is_kept_in_the_list_and_stays_out_of_the_warm_numbers():
     assert report["denoise_steps_ms"] == {"stage_1": [900, 100, 110, 120], "stage_2": [500, 300]}
     assert report["warm_step_ms"]["stage_1"] == {"median": 110, "p90": pytest.approx(118), "host": 27.5, "device": 82.5}
     assert report["warm_step_ms"]["stage_2"] == {"median": 300, "p90": 300, "host": 75, "device": 225}
-
-
-@pytest.mark.parametrize("steps", [(), (500.0,)])
-def test_a_stage_without_a_warm_step_has_null_numbers(steps):
-    report = recorded(stage_1=steps, stage_2=())
-    assert report["denoise_steps_ms"] == {"stage_1": list(steps), "stage_2": []}
-    assert report["warm_step_ms"]["stage_1"] == {"median": None, "p90": None, "host": None, "device": None}
-    assert report["percent_of_peak"] is None
-    assert "no warm step" in latency.table(report)
-    latency.validate(report)
+    for steps in ((), (500.0,)):
+        report = recorded(stage_1=steps, stage_2=())
+        assert report["denoise_steps_ms"] == {"stage_1": list(steps), "stage_2": []}
+        assert report["warm_step_ms"]["stage_1"] == dict.fromkeys(("median", "p90", "host", "device"))
+        assert report["percent_of_peak"] is None and "no warm step" in latency.table(report)
+        latency.validate(report)
 
 
 def test_percent_of_peak_is_that_of_the_last_stage_and_null_without_a_peak():
@@ -231,26 +214,23 @@ def test_guidance_groups_have_the_median_of_each_pass_and_a_line_for_each_loss()
         passes = ((1, "cond", milliseconds), (2, "uncond", 2 * milliseconds), (1, "guide", 0.5))
         recorder.step("stage_1", 100.0, 99.0, passes)
     recorder.lost_groups.append("guidance group 2 lost at step 3 of stage_1 (why), 1 group since")
-    report = report_of(recorder)
-    latency.validate(report)
-    table = [line.split() for line in latency.table(report).splitlines()]
+    table = [line.split() for line in latency.table(report_of(recorder)).splitlines()]
     assert ["stage_1", "1", "cond", "3", "20.000"] in table
     assert ["stage_1", "2", "uncond", "3", "40.000"] in table
     assert recorder.lost_groups[0].split() == table[-1] and "guidance_groups" not in recorded()
 
 
-def test_a_report_has_the_price_of_its_clips_for_the_part_of_the_machine_that_made_them():
+def test_a_report_has_the_price_of_its_clips_for_the_part_of_the_machine_that_made_them(clock):
     recorder = Recorder(Price(36.0, 4))
     for seconds in (2.0, 3.0):
         recorder.finished(seconds)
+    clock.now += 100
     report = report_of(recorder)
-    price, dollars = report["price"], report["end_to_end_seconds"] * 36 / 3600 / 4
     assert (report["clips"], report["video_seconds"]) == (2, 5.0)
-    assert price["dollars_per_clip"] == pytest.approx(dollars / 2)
-    assert price["dollars_per_video_second"] == pytest.approx(dollars / 5)
-    price |= {"dollars_per_clip": 0.00273, "dollars_per_video_second": 0.00054}
-    line = "price                     $0.0027 a clip, $0.00054 a second of video; $36.00 an hour, 4"
-    assert f"{line} runs at once" in latency.table(report).splitlines()
+    price = {"dollars_per_clip": pytest.approx(0.125), "dollars_per_video_second": pytest.approx(0.05)}
+    assert report["price"].items() >= price.items()
+    line = "price                     $0.12 a clip, $0.05 a second of video; $36.00 an hour, 4 runs at once"
+    assert line in latency.table(report).splitlines()
     assert "price" not in recorded() and "price" not in latency.table(recorded())
     without_clips = report_of(Recorder(Price(14.56, 1)))
     assert without_clips["price"] == {"dollars_per_hour": 14.56, "runs_at_once": 1}
@@ -269,12 +249,10 @@ def test_the_first_clip_is_timed_from_the_start_of_the_process():
 
 
 def test_the_table_shows_every_part_within_100_columns():
-    report = recorded() | {"start_to_first_clip": 41.5}
-    text = latency.table(report)
+    text = latency.table(recorded() | {"start_to_first_clip": 41.5})
     assert max(map(len, text.splitlines())) <= 100
     rows = {line.split()[0]: line.split() for line in text.splitlines() if line}
     assert rows["stage_1"] == ["stage_1", "4", "900.000", "110.000", "118.000", "27.500", "82.500"]
-    assert rows["stage_2"] == ["stage_2", "2", "500.000", "300.000", "300.000", "75.000", "225.000"]
     assert "each step of stage_1, ms: 900.0 100.0 110.0 120.0" in text
     # Two of 2 ms, summed.
     assert text.count("decode_video") == 1 and float(rows["decode_video"][1]) >= 0.004
@@ -284,24 +262,19 @@ def test_the_table_shows_every_part_within_100_columns():
     assert "start to first clip       41.500 s" in text.splitlines()
 
 
-@pytest.mark.parametrize(
-    ("counters", "row"),
-    [
-        ({"launches_per_step": {"count": 14, "host_ms": 0.4321}}, "launches per step         14, 0.432 ms of the host"),
-        ({"weight_swaps": 3, "weight_swap_seconds": 41.5}, "weight swaps              3, 41.500 s"),
-    ],
-)
-def test_launches_and_weight_swaps_are_reported_and_shown(counters, row):
-    recorder, (field, *_) = Recorder(), counters
-    for name, value in counters.items():
-        setattr(recorder.counters, name, value)
+def test_launches_and_weight_swaps_are_reported_and_shown_and_older_reports_have_none():
+    recorder = Recorder()
+    recorder.counters.launches_per_step = {"count": 14, "host_ms": 0.4321}
+    recorder.counters.weight_swaps, recorder.counters.weight_swap_seconds = 3, 41.5
     report = report_of(recorder)
-    values = {"launches_per_step": {"count": 14, "host_ms": 0.4321}, "weight_swaps": {"count": 3, "seconds": 41.5}}
-    assert report[field] == values[field] and row in latency.table(report)
-    assert {latency.numbers(report)[f"{field}.{name}"] for name in values[field]} == {*values[field].values()}
-    del report[field]  # as a report of before has none
+    rows = "launches per step         14, 0.432 ms of the host", "weight swaps              3, 41.500 s"
+    assert all(row in latency.table(report) for row in rows) and "weight swaps" not in latency.table(recorded())
+    numbers = {"launches_per_step.count": 14, "launches_per_step.host_ms": 0.4321}
+    numbers |= {"weight_swaps.count": 3, "weight_swaps.seconds": 41.5}
+    assert latency.numbers(report).items() >= numbers.items()
+    del report["launches_per_step"], report["weight_swaps"]
     latency.validate(report)
-    assert row[:12] not in latency.table(report) and "weight swaps" not in latency.table(recorded())
+    assert not any(row[:12] in latency.table(report) for row in rows)
 
 
 @pytest.mark.parametrize(
@@ -329,26 +302,19 @@ def exit_of(*words: object) -> int:
     return end.value.code
 
 
-def test_a_limit_kept_passes_and_a_limit_exceeded_exits_1_with_both_numbers(tmp_path, capsys):
-    path = write(tmp_path, recorded())
+def test_a_limit_kept_passes_one_exceeded_exits_1_with_both_numbers_and_one_of_no_number_is_an_error(tmp_path, capsys):
+    path = write(tmp_path, recorded(peak_flops=None))
     report_main([path, "--max", "warm_step_ms.stage_1.median=110", "end_to_end_seconds=60"])
     assert exit_of(path, "--max", "end_to_end_seconds=60", "--max", "warm_step_ms.stage_1.median=109.5") == 1
     assert capsys.readouterr().err == f"{path}: warm_step_ms.stage_1.median is 110, the limit is 109.5\n"
     assert exit_of(path, "--max", "phases.decode_video.seconds=0.003") == 1  # two of 2 ms, summed
-
-
-@pytest.mark.parametrize(
-    "limit, message",
-    [
+    for limit, message in (
         ("warm_step_ms.stage1.median=1", "is not a number of this report; similar names: warm_step_ms.stage_1.median"),
         ("percent_of_peak=1", "has no value in this run"),
-        ("profile=1", "profile is not a number"),
         ("end_to_end_seconds=nan", "wanted NAME=VALUE"),
-    ],
-)
-def test_a_limit_that_cannot_be_checked_is_an_error(limit, message, tmp_path):
-    with pytest.raises(UserError, match=message):
-        report_main([write(tmp_path, recorded(peak_flops=None)), "--max", limit])
+    ):
+        with pytest.raises(UserError, match=message):
+            report_main([path, "--max", limit])
 
 
 def test_the_command_compares_two_runs_and_names_a_mistake_without_a_traceback(tmp_path, capsys):
@@ -359,21 +325,16 @@ def test_the_command_compares_two_runs_and_names_a_mistake_without_a_traceback(t
     assert "differs: job.height: 384 -> 768" in text and max(map(len, text.splitlines())) <= 100
     line = next(line for line in text.splitlines() if line.startswith("warm_step_ms.stage_1.median"))
     assert line.split()[1:] == ["110.000", "55.000", "0.500"]
-    broken = tmp_path / "broken.json"
-    broken.write_text("{")
-    for path in (broken, tmp_path / "absent.json", tmp_path):
+    (tmp_path / "broken.json").write_text("{")
+    for path in (tmp_path / "broken.json", tmp_path / "absent.json"):
         assert exit_of(path) == 2
         text = capsys.readouterr().err
         assert text.startswith(f"error: {path} cannot be read as JSON") and "Traceback" not in text
 
 
-@pytest.mark.parametrize(
-    "reports",
-    [lambda: [recorded(), recorded(stage_1=(174e3, 300.0))], lambda: [report_of(Recorder())]],
-    ids=["two", "empty"],
-)
-def test_the_plot_is_a_png_of_1200_by_500(reports, tmp_path):
+def test_the_plot_is_a_png_of_1200_by_500(tmp_path):
     from matplotlib import image
 
-    plot.plot(reports(), tmp_path / "new" / "plot.png")
-    assert image.imread(tmp_path / "new" / "plot.png").shape[:2] == (500, 1200)
+    for reports in ([recorded(), recorded(stage_1=(174e3, 300.0))], [report_of(Recorder())]):
+        plot.plot(reports, tmp_path / "new" / "plot.png")
+        assert image.imread(tmp_path / "new" / "plot.png").shape[:2] == (500, 1200)
