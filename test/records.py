@@ -1,6 +1,6 @@
-"""Records of what Lightricks' packages make of a job: test/golden/NAME.safetensors, which
-tools/golden writes. A record has some elements of each tensor, evenly spread, and its shape. A CPU without
-AVX2 draws other weights for the tiny models, and ends up to 5e-5 away."""
+"""Records of what Lightricks' packages make of a job: test/golden/NAME.safetensors, which tools/golden writes. A record
+has some elements of each tensor, evenly spread, and its shape. A CPU without AVX2 draws other weights for the tiny
+models, and ends up to 5e-5 away."""
 
 import json
 import math
@@ -68,8 +68,8 @@ class Record:
         return json.loads(self.metadata["bfloat16"])
 
     def distances(self, got: dict[str, Tensor]) -> dict[str, float]:
-        """Relative L2 of each recorded tensor, of which `got` must have all, with their shapes; of
-        frames the largest difference."""
+        """Relative L2 of each recorded tensor, of which `got` must have all, with their shapes; of frames the largest
+        difference."""
         got = comparable(got)
         assert {key: list(got[key].shape) for key in self.samples} == self.shapes
         return {key: _distance(sample(got[key]), expected) for key, expected in self.samples.items()}

@@ -19,13 +19,11 @@ from pathlib import Path
 import pytest
 
 FIRST = frozenset({"unit", "integration"})
-# What runs of these tiers may cost: make test, and make test-all, which CI runs. Two idle cores of
-# an AMD EPYC take 940 and 2620, with AVX2 alone 990 and 3090, most of the difference for bfloat16.
-# CI ends after 35 minutes of two cores, 4200 seconds.
+# What runs of these tiers may cost: make test, and make test-all, which CI runs. Two idle cores of an AMD EPYC take 940
+# and 2620, with AVX2 alone 990 and 3090, mostly for bfloat16. CI ends after 35 minutes of two cores, 4200 seconds.
 CPU_SECONDS = {FIRST: 1140, FIRST | {"slow"}: 4200}
-# The mean CPU seconds of work() on that EPYC in its fast hours. In slow ones, as virtual machines
-# have them, tests and work() cost up to 1.4 times more, both alike: with a busy loop on each core,
-# the first tier took 985 where work() took 0.021, and 1101 where it took 0.023.
+# The mean CPU seconds of work() on that EPYC in its fast hours. In slow ones, as virtual machines have them, tests and
+# work() cost up to 1.4 times more, both alike.
 WORK_SECONDS = 0.021
 # What runs each tier.
 COMMANDS = {
@@ -40,8 +38,7 @@ CPU_FLAGS = {"avx512f": "AVX-512", "amx_tile": "AMX"}
 SLOW_IMPORTS = {"ray", "openai", "playwright"}  # seconds each
 
 IMPORTED = pytest.StashKey[set[str]]()  # of SLOW_IMPORTS, once the tests are collected
-SPENT = pytest.StashKey[float]()
-WORKS = pytest.StashKey[list[float]]()  # what each work() of this run took
+SPENT, WORKS = pytest.StashKey[float](), pytest.StashKey[list[float]]()  # WORKS: what each work() of this run took
 _SET_CHILD_SUBREAPER = 36  # of prctl(2)
 
 
@@ -54,8 +51,8 @@ def pytest_configure(config) -> None:
     if has_workers(config):
         ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         config.stash[WORKS] = []
-        for target, args in ((_reap, ()), (_measure, (config.stash[WORKS],))):
-            threading.Thread(target=target, args=args, daemon=True).start()
+        threading.Thread(target=_reap, daemon=True).start()
+        threading.Thread(target=_measure, args=(config.stash[WORKS],), daemon=True).start()
 
 
 def _measure(works: list[float]) -> None:
@@ -65,8 +62,8 @@ def _measure(works: list[float]) -> None:
 
 
 def work() -> float:
-    """CPU seconds of a fixed piece of work like that of the tests: objects made, and read in an
-    order that caches do not foresee."""
+    """CPU seconds of a fixed piece of work like that of the tests: objects made, and read in an order that caches do
+    not foresee."""
     start = time.thread_time()
     texts = {number: str(number) for number in range(50_000)}
     sum(len(texts[number * 7919 % len(texts)]) for number in texts)
@@ -74,8 +71,7 @@ def work() -> float:
 
 
 def _reap() -> None:
-    """Wait for each child as it ends: this process starts nothing but workers, whose exit codes
-    nobody reads."""
+    """Wait for each child as it ends: this process starts only workers, whose exit codes nobody reads."""
     while True:
         try:
             os.waitpid(-1, 0)
@@ -89,8 +85,8 @@ def pytest_collection_finish(session) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session) -> None:
-    """After the workers have ended, and what they started: a worker's fork server ends shortly after
-    it, and only then counts. Without workers, fork servers live on, and would not count."""
+    """After the workers have ended, and what they started: a worker's fork server ends shortly after it, and only then
+    counts. Without workers, fork servers live on, and would not count."""
     config, end = session.config, time.monotonic() + 5
     if not has_workers(config):
         return
@@ -110,8 +106,8 @@ def budget(config) -> float:
 
 
 def slowdown(config) -> float:
-    """How many times longer work() took than where the budgets were measured. A faster machine
-    counts as 1: not all of a test's work is faster there."""
+    """How many times longer work() took than where the budgets were measured; at least 1: not all of a test's work is
+    faster on a faster machine."""
     return max(1.0, statistics.fmean(config.stash[WORKS]) / WORK_SECONDS)
 
 
@@ -145,13 +141,8 @@ def pytest_terminal_summary(terminalreporter):
 
 def skipped(reports: list) -> list[str]:
     """Reasons say how to test what was not."""
-    counts = Counter(
-        (report.longrepr[2].removeprefix("Skipped: "), isinstance(report, pytest.CollectReport)) for report in reports
-    )
-    return [
-        f"{count:4} {'file' if whole else 'case'}{'s' if count > 1 else ''} skipped: {reason}"
-        for (reason, whole), count in counts.most_common()
-    ]
+    reasons = [report.longrepr[2].removeprefix("Skipped: ") for report in reports]
+    return [f"{count:4} skipped: {reason}" for reason, count in Counter(reasons).most_common()]
 
 
 def other_cpus() -> list[str]:

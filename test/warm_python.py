@@ -25,8 +25,8 @@ MODULES = [
     *("ltx_neuron.backends.torchdist.rank", "ltx_neuron.commands.generate"),
 ]
 
-# Held where a process is asked after, and where one is started, which asks after all: of two
-# threads that ask at once, one gets the exit code and the other 255.
+# Held where a process is asked after, and where one is started, which asks after all: of two threads that ask at once,
+# one gets the exit code and the other 255.
 _ASKING = threading.Lock()
 
 
@@ -78,8 +78,8 @@ def _script(command: list[str], cwd: Path, environment: dict, out, err) -> None:
 
 
 def _fork_passing(path: str, words: list[str], passed: list[int]) -> int:
-    """Fork this process, with these open files alone, to run the program behind -c, for which
-    multiprocessing's own starts a new Python. Returns the pid."""
+    """The pid of a fork of this process, with these open files alone, that runs the program behind -c, for which
+    multiprocessing's own starts a new Python."""
     if child := os.fork():
         return child
     try:

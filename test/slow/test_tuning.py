@@ -1,5 +1,5 @@
-"""python -m ltx_neuron.tune on tiny weights, as a user runs it: killed in the middle and continued,
-with a wrong kernel, a slow and a fast cut planted."""
+"""python -m ltx_neuron.tune on tiny weights, as a user runs it: killed in the middle and continued, with a wrong
+kernel, a slow and a fast cut planted."""
 
 import json
 import os
@@ -20,9 +20,8 @@ from ltx_neuron.job import Size
 from ltx_neuron.tune.variant import compare_convolutions
 
 JOB = make_job("", Size(64, 64, 9))
-# In every process of the tuning, before anything else: the kernel "matmul" gives nine tenths, and
-# each launch of a graph takes 0.2 s longer. More launches are then slower, and the whole step in
-# one graph is the fastest, however busy the machine is.
+# In every process of the tuning: the kernel "matmul" gives nine tenths, and each launch of a graph takes 0.2 s longer:
+# the whole step in one graph is the fastest, however busy the machine is.
 PLANTED = """
 import sys
 if "resource_tracker" not in " ".join(sys.orig_argv):

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 from engines import opened_workspace
-from printed import runs
 from typed import ended, run
 
 from ltx_neuron import demo, invocation
@@ -56,24 +55,20 @@ def test_the_demo_prints_its_files_and_two_commands_that_can_be_typed_or_where_t
     assert generate.startswith(f"{invocation.command('generate')} {shared}")
 
 
-@runs("artifacts/build.py:check_finished: ltx-neuron shard")
 def test_verify_checks_all_weights_that_are_there_and_says_how_to_make_damaged_ones(tiny, tmp_path, capsys):
-    common = ["--artifacts-dir", str(tmp_path), "--profile", "cpu", "--tp-degree", "1"]
-    common += ["--dtype", "float32"]
+    common = ["--artifacts-dir", str(tmp_path), "--profile", "cpu", "--tp-degree", "1", "--dtype", "float32"]
     assert ended("verify", *common) == 2 and "no finished weights" in capsys.readouterr().err
     files = ["--checkpoint-path", str(tiny.checkpoint), "--gemma-root", str(tiny.gemma_root)]
     dispatch(["shard", "transformer", *common, *files[:2]])
     dispatch(["shard", "gemma3", *common, *files])
     capsys.readouterr()
     dispatch(["verify", *common])
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.partition(":")[0] for line in lines] == ["whole"] * 2
+    assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == ["whole"] * 2
     dispatch(["verify", *common, *files])
     assert capsys.readouterr().out.count("bit-identical") == 2
     (rank,) = tmp_path.glob("weights/gemma3-*/rank0.safetensors")
-    content = bytearray(rank.read_bytes())
-    content[-1] ^= 1
-    rank.write_bytes(content)
+    content = rank.read_bytes()
+    rank.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     assert ended("verify", *common, *files) == 2
     printed = capsys.readouterr().err
     assert "content differs" in printed and invocation.command("shard gemma3") in printed
@@ -85,11 +80,11 @@ def test_verify_checks_all_weights_that_are_there_and_says_how_to_make_damaged_o
     dispatch(["verify", *common])
 
 
-@pytest.mark.parametrize(("verb", "script"), SCRIPTS.items())
-def test_a_clones_script_is_its_verb(verb, script, monkeypatch, capsys):
-    assert run(script, ["--qqq", "--checkpoint-path", "x", "--gemma-root", "y"]) == 2
-    assert f"{invocation.command(verb)} --help" in capsys.readouterr().err
-    assert (ROOT / script).read_text().count("\n") < 8
+def test_a_clones_script_is_its_verb(capsys):
+    for verb, script in SCRIPTS.items():
+        assert run(script, ["--qqq", "--checkpoint-path", "x", "--gemma-root", "y"]) == 2
+        assert f"{invocation.command(verb)} --help" in capsys.readouterr().err
+        assert (ROOT / script).read_text().count("\n") < 8
 
 
 def test_a_command_is_spelled_for_the_program_or_for_python_as_the_run_was(tiny, tmp_path, monkeypatch):

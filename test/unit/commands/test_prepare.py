@@ -1,6 +1,7 @@
 """prepare: what a generation needs, and what is said of it. What it makes: test/slow/test_prepare.py."""
 
 import time
+from unittest.mock import Mock
 
 import pytest
 from engines import opened_workspace
@@ -19,15 +20,18 @@ from ltx_neuron.job import Job, Size
 from ltx_neuron.sampling.conditions import Retake, SoundCondition
 from ltx_neuron.weights.lora import Lora
 
-SMALL = Size(64, 64, 9)
+SMALL, SMALL_FLAGS = Size(64, 64, 9), ["--height", "64", "--width", "64", "--num-frames", "9"]
 
 
 @pytest.fixture
 def job_flags(tiny, tmp_path) -> list[str]:
     words = ["--checkpoint-path", str(tiny.checkpoint), "--gemma-root", str(tiny.gemma_root)]
-    words += ["--artifacts-dir", str(tmp_path / "artifacts"), "--profile", "cpu"]
-    words += ["--tp-degree", "1", "--dtype", "float32", "--recipe", "distilled"]
-    return [*words, "--height", "64", "--width", "64", "--num-frames", "9"]
+    words += ["--artifacts-dir", str(tmp_path / "artifacts")]
+    return [
+        *words,
+        *["--profile", "cpu", "--tp-degree", "1", "--dtype", "float32", "--recipe", "distilled"],
+        *SMALL_FLAGS,
+    ]
 
 
 def titles(workspace: Workspace, *jobs: Job, **options) -> list[str]:
@@ -88,24 +92,21 @@ def test_a_video_needs_the_encoder_where_it_may_stay_beside_the_transformer(tiny
 
 
 def test_the_size_of_weights_is_known_before_they_are_written(tiny, tmp_path):
+    def weights() -> ArtifactGroup:
+        (part,) = [p for p in parts_of(workspace, [make_job("", SMALL)], RunOptions()) if p.size]
+        return part
+
     workspace = opened_workspace(tiny, tmp_path)
-    (part,) = [p for p in parts_of(workspace, [make_job("", SMALL)], RunOptions()) if p.size]
+    part = weights()
     assert part.bytes_there == 0
     part.make()
-    files = [path for path in part.folders[0].iterdir() if path.suffix == ".safetensors"]
-    assert sum(path.stat().st_size for path in files) == part.size
-    (part,) = [p for p in parts_of(workspace, [make_job("", SMALL)], RunOptions()) if p.size]
-    assert part.bytes_there > part.size  # and a manifest
+    written = [path for path in part.folders[0].iterdir() if path.suffix == ".safetensors"]
+    assert sum(path.stat().st_size for path in written) == part.size
+    assert weights().bytes_there > part.size  # and a manifest
 
 
-def rows(preparation: Preparation) -> dict[str, str]:
-    lines = preparation.table().splitlines()
-    return {
-        part.title: line.removeprefix(part.title).strip()
-        for part in preparation.parts
-        for line in lines
-        if line.startswith(part.title)
-    }
+def shown(preparation: Preparation, title: str) -> str:
+    return next(line for line in preparation.table().splitlines() if line.startswith(title))
 
 
 def test_times_are_those_of_the_last_preparation_or_measured_or_not_known(tiny, tmp_path):
@@ -113,25 +114,25 @@ def test_times_are_those_of_the_last_preparation_or_measured_or_not_known(tiny, 
     parts = parts_of(workspace, [make_job("", SMALL)], RunOptions())
     preparation = Preparation(workspace, parts, "prepare")
     assert "(of a copied sample)" in preparation.table()
-    assert "not known yet  missing" in rows(preparation)[graphs]
+    assert "not known yet  missing" in shown(preparation, graphs)
     large = parts[0]._replace(make=lambda: time.sleep(0.1), size=10**9)
     Preparation(workspace, [large, parts[1]._replace(make=lambda: time.sleep(0.1))], "prepare").run()
     again = Preparation(workspace, [large, parts[1]], "prepare")
     assert "(as last time)" in again.table() and 10**9 < again.took["rate"] < 10**10
-    assert "about 0 s" in rows(again)[graphs]
+    assert "about 0 s" in shown(again, graphs)
     parts[1].folders[0].mkdir(parents=True)
-    assert "partial" in rows(again)[graphs]
+    assert "partial" in shown(again, graphs)
 
 
 def test_damaged_records_stop_nothing_and_on_neuron_the_time_of_compiling_is_not_measured(tiny, tmp_path):
     workspace = Workspace(tiny.checkpoint, resolve("trn2.3xlarge"), tmp_path, 4, "bfloat16")
     part = ArtifactGroup("DiT graphs", [], [], print)
-    preparation = Preparation(workspace, [part], "prepare")
-    preparation._file.parent.mkdir(parents=True)
-    preparation._file.write_text("{")
+    file = Preparation(workspace, [part], "prepare")._file
+    file.parent.mkdir(parents=True)
+    file.write_text("{")
     preparation = Preparation(workspace, [part], "prepare")
     preparation.missing = [part]
-    assert preparation.took["rate"] is None and "not measured" in rows(preparation)["DiT graphs"]
+    assert preparation.took["rate"] is None and "not measured" in shown(preparation, "DiT graphs")
 
 
 def test_graphs_that_the_ranks_compile_are_there_when_these_have_compiled_them(tiny, tmp_path, monkeypatch):
@@ -147,15 +148,14 @@ def test_graphs_that_the_ranks_compile_are_there_when_these_have_compiled_them(t
 
 
 def test_a_dry_run_writes_nothing_and_takes_flags_of_generate_and_the_lines_of_a_file(job_flags, tmp_path, capsys):
-    write_film(tmp_path / "film.mkv", picture_frames(9, 64, 64, 3))
+    film = write_film(tmp_path / "film.mkv", picture_frames(9, 64, 64, 3))
     lines = tmp_path / "lines.jsonl"
     lines.write_text('{"prompt": "a"}\n{"prompt": "b", "width": 96}\n')
-    without_size = job_flags[: job_flags.index("--height")]
     for words, missing, width in (
         ([*job_flags, "--neuron-gemma", "--prompt", "rain", "--seed", "4", "--output-path", "a.mp4"], 4, 64),
-        ([*job_flags, "--prompts-file", str(lines)], 3, 96),
+        ([*job_flags, "--prompts-file", lines], 3, 96),
         # Without saying which seconds are made anew.
-        ([*without_size, "--video-path", str(tmp_path / "film.mkv")], 2, 64),
+        ([*job_flags[: -len(SMALL_FLAGS)], "--video-path", film], 2, 64),
     ):
         assert ended("prepare", *words, "--dry-run") == 0
         printed = capsys.readouterr().out
@@ -167,8 +167,7 @@ def test_what_cannot_be_generated_is_not_prepared(job_flags, tmp_path, capsys):
     samples = (tone(16000, 1.0)[:1] * 2**15).short().numpy()
     voice = write_sound(tmp_path / "voice.wav", samples, 16000, "pcm_s16le", "mono", "s16")
     for flags, message in (
-        (["--reference-audio", str(voice)], "--reference-audio goes with --ic-lora"),
-        (["--recipe", "dev", "--two-stage"], "needs --distilled-lora"),
+        (["--reference-audio", voice], "--reference-audio goes with --ic-lora"),
         (["--num-workers", "0"], "wanted 1 or more"),
     ):
         assert ended("prepare", *job_flags, *flags) == 2
@@ -185,10 +184,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_made(job_flags, tmp_p
 
 
 def test_one_that_is_stopped_says_how_to_go_on(job_flags, monkeypatch, capsys):
-    def stop(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(build, "shard_weights", stop)
+    monkeypatch.setattr(build, "shard_weights", Mock(side_effect=KeyboardInterrupt))
     assert ended("prepare", *job_flags) == 130
     printed = capsys.readouterr().err
     assert f"to continue, type: {invocation.command('prepare', *job_flags)}" in printed

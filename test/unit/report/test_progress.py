@@ -111,12 +111,10 @@ def test_times_of_another_video_size_are_not_shown_for_this_one(times):
         with lines.phase(name):
             pass
     lines.save()
-    known = PhaseLines(times)._seconds
-    assert {*known} == {"decode_video 512x768, 121 frames", "load_transformer"}
+    assert {*PhaseLines(times)._seconds} == {"decode_video 512x768, 121 frames", "load_transformer"}
 
 
 def test_a_bar_can_be_shown_in_a_notebook_and_hidden_in_a_service(capsys):
-    assert [*bar(range(3), "stage 1", "step", shown=True)] == [0, 1, 2]
-    assert "stage 1: 100%" in capsys.readouterr().err
-    assert [*bar(range(3), "stage 1", "step", shown=False)] == [0, 1, 2]
-    assert not capsys.readouterr().err
+    for shown in (True, False):
+        assert [*bar(range(3), "stage 1", "step", shown=shown)] == [0, 1, 2]
+        assert ("stage 1: 100%" in capsys.readouterr().err) == shown
