@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 from ltx_neuron.config.profiles import resolve
@@ -10,25 +9,6 @@ from ltx_neuron.engine.residency import ModulationTables, Residency
 from ltx_neuron.report.recorder import Recorder
 
 STAYS = "stay in the device's memory"
-
-
-@pytest.fixture
-def residency(tmp_path, monkeypatch):
-    """Builds the residency of a profile, on ranks that load anything."""
-
-    def build(*settings: str) -> Residency:
-        workspace = SimpleNamespace(
-            profile=resolve("trn2.3xlarge", settings),
-            tp=4,
-            dtype=torch.bfloat16,
-            compiler_cache=None,
-            dit_weights=lambda loras: tmp_path,
-        )
-        ranks = SimpleNamespace(load=lambda *_: None, close=lambda: None)
-        monkeypatch.setattr("ltx_neuron.engine.residency.registry.ranks", lambda *_: ranks)
-        return Residency(workspace, Recorder())
-
-    return build
 
 
 def test_a_modulation_table_is_made_once_for_a_schedule(monkeypatch):
@@ -40,14 +20,22 @@ def test_a_modulation_table_is_made_once_for_a_schedule(monkeypatch):
     assert [sigmas.item() for *_, sigmas, _ in made] == [1.0, 0.5]
 
 
-def test_torchneurons_graphs_of_other_sizes_stay_and_are_named(residency, capsys):
-    for backend in ("nxd", "torchdist"):  # only the second keeps them
-        assert STAYS not in capsys.readouterr().out
-        models = residency(f"backend={backend}")
+def test_torchneurons_graphs_of_other_sizes_stay_and_are_named(tmp_path, monkeypatch, capsys):
+    """Of ranks that load anything; NxD's keep no graphs."""
+    ranks = SimpleNamespace(load=lambda *_: None, close=lambda: None)
+    monkeypatch.setattr("ltx_neuron.engine.residency.registry.ranks", lambda *_: ranks)
+    said = []
+    for backend in ("nxd", "torchdist"):
+        profile, weights = resolve("trn2.3xlarge", (f"backend={backend}",)), lambda loras: tmp_path
+        workspace = SimpleNamespace(
+            profile=profile, tp=4, dtype=torch.bfloat16, compiler_cache=None, dit_weights=weights
+        )
+        models = Residency(workspace, Recorder())
         for size in ("small", "large"):
             models.load_transformer({size: None}, ())
-    assert f"another size: the graphs of small {STAYS}" in capsys.readouterr().out
+        said.append(capsys.readouterr().out)
+    assert STAYS not in said[0] and f"another size: the graphs of small {STAYS}" in said[1]
     models.close()  # the processes end, and all that they had
-    models.load_transformer({"small": None}, ())
-    models.load_transformer({"small": None}, ())
+    for _ in range(2):
+        models.load_transformer({"small": None}, ())
     assert STAYS not in capsys.readouterr().out

@@ -151,9 +151,15 @@ def test_guidance_groups_that_wait_in_a_stage_are_said(capsys):
     assert capsys.readouterr().out == "stage 2 has one pass a step: 1 of 2 guidance groups wait\n"
 
 
-@pytest.mark.parametrize(
-    ("jobs", "loaded", "expected"),
-    [
+class Run(SimpleNamespace):
+    """A run, which has an identity of its own."""
+
+    __hash__ = object.__hash__
+
+
+def test_stages_of_one_weight_set_run_together():
+    """A job is the names of its stages' weight sets, in order."""
+    for jobs, loaded, expected in (
         (["a", "b", "a"], None, "0a 2a 1b"),  # equal sets together
         (["ab", "ab"], None, "0a 1a 0b 1b"),  # stage 2 after stage 1
         (["a", "b"], "b", "1b 0a"),  # the loaded set first
@@ -163,18 +169,8 @@ def test_guidance_groups_that_wait_in_a_stage_are_said(capsys):
         (["b", "ab"], None, "1a 0b 1b"),  # once, after the job that needs it later
         (["ab", "ba"], None, "0a 0b 1b 1a"),  # one set is loaded twice
         (["a", "", "b"], None, "1 0a 2b"),  # a job without stages left comes first
-    ],
-)
-def test_stages_of_one_weight_set_run_together(jobs, loaded, expected):
-    """A job is the names of its stages' weight sets, in order."""
-
-    class Run(SimpleNamespace):
-        __hash__ = object.__hash__  # a run has an identity of its own
-        __eq__ = object.__eq__
-
-    runs = [
-        Run(title=str(n), stages_left=[SimpleNamespace(loras=name, title=f"{n}{name}") for name in sets])
-        for n, sets in enumerate(jobs)
-    ]
-    groups = stage_groups(runs, Path, loaded and Path(loaded))
-    assert " ".join(stage.title for run, stages in groups for stage in stages or [run]) == expected
+    ):
+        stages = [[SimpleNamespace(loras=name, title=f"{n}{name}") for name in sets] for n, sets in enumerate(jobs)]
+        runs = [Run(title=str(number), stages_left=left) for number, left in enumerate(stages)]
+        groups = stage_groups(runs, Path, loaded and Path(loaded))
+        assert " ".join(stage.title for run, left in groups for stage in left or [run]) == expected

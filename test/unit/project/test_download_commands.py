@@ -5,7 +5,6 @@ import re
 import shlex
 import shutil
 import sys
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -45,21 +44,6 @@ class Files:
         Path(name).write_bytes(content)
         return name
 
-    def magic(self, name: str, begin: bytes) -> str:
-        return self.content(name, begin.ljust(4000, b"x"))
-
-    def pickle(self, name: str) -> str:
-        torch.save({"weight": torch.zeros(3)}, name)
-        return name
-
-    def zip(self, name: str) -> str:
-        with zipfile.ZipFile(name, "w") as file:
-            file.writestr("model.safetensors", "x" * 4000)
-        return name
-
-    def index(self, name: str) -> str:
-        return self.content(name, json.dumps({"metadata": {}, "weight_map": {"a": "b"}}).encode())
-
     def cut(self, name: str, source: Path | None = None) -> str:
         return self.content(name, (source or self.tiny.checkpoint).read_bytes()[:-1000])
 
@@ -81,7 +65,7 @@ class Files:
         for number in (1, 2):
             part = {name: tensors[name] for name in list(tensors)[number - 1 :: 2]}
             self.tensors(f"{folder}/model-0000{number}-of-00002.safetensors", part, self.metadata)
-        self.index(f"{folder}/model.safetensors.index.json")
+        self.content(f"{folder}/model.safetensors.index.json", b'{"metadata": {}, "weight_map": {"a": "b"}}')
         return folder
 
     def diffusers(self, folder: str) -> str:
@@ -93,13 +77,6 @@ class Files:
         config = json.loads(self.metadata["config"])
         del config["transformer"]["cross_attention_adaln"]
         return self.tensors(name, {"a": torch.zeros(1)}, {"config": json.dumps(config)})
-
-    def nvfp4(self, name: str) -> str:
-        note = torch.tensor([*b'{"format": "nvfp4"}'], dtype=torch.uint8)
-        layer = {"weight": torch.zeros(8, 8, dtype=torch.uint8), "weight_scale": torch.ones(8, 1)}
-        layer |= {"weight_scale_2": torch.tensor(1.0), "comfy_quant": note}
-        tensors = {f"patchify_proj.{key}": tensor for key, tensor in layer.items()}
-        return self.tensors(name, tensors, {"config": "{}", "model_version": "2.5.0"})
 
     def gemma(self, folder: str, without: str = "", renamed: str = "") -> str:
         shutil.copytree(self.tiny.gemma_root, folder)
@@ -119,20 +96,22 @@ class Files:
         return str(Path(name).parent)
 
 
-LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 46000000000\n"
+# How files begin that somebody downloaded or saved, and what errors call them
+FORMATS = {
+    b"GGUF\3\0\0\0": "a GGUF file",
+    b"\x80\x02}q\0x\0\0": "a pickle",
+    b"PK\3\4\0\0\0\1": "zip archive",
+    b'{"metadata": {}}': "JSON text",
+    b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n": "git-lfs",
+    b"<!DOCTYPE html>": "web page",
+}
 PLAIN = {"proj_in.weight": torch.zeros(2)}
-WEIGHTS, DECODER = "model.safetensors", "ltx-2.5-22b-distilled-transformer-nvfp4.safetensors"
+WEIGHTS = "model.safetensors"
 DIFFUSERS = "transformer/diffusion_pytorch_model.safetensors"
 # The flag, how the file is made that somebody has, and what the error calls it
 Case = tuple[str, Callable[[Files], str], str]
 CASES: list[Case] = [
-    (CHECKPOINT, lambda f: f.magic("ltx-2.3-Q4_K_M.gguf", b"GGUF\3\0\0\0"), "a GGUF file"),
-    (CHECKPOINT, lambda f: f.pickle("ltx.pt"), "a pickle"),
-    (CHECKPOINT, lambda f: f.magic("ltx.ckpt", b"\x80\x02}q\0"), "a pickle"),
-    (CHECKPOINT, lambda f: f.zip("ltx.zip"), "zip archive"),
-    (CHECKPOINT, lambda f: f.index("model.safetensors.index.json"), "JSON text"),
-    (CHECKPOINT, lambda f: f.magic(PUBLISHED["dev"], LFS), "git-lfs"),
-    (CHECKPOINT, lambda f: f.magic("a.safetensors", b"<!DOCTYPE html>"), "web page"),
+    *((CHECKPOINT, lambda f, begin=begin: f.content("a", begin), name) for begin, name in FORMATS.items()),
     (CHECKPOINT, lambda f: f.cut("ltx.safetensors.part"), "an unfinished"),
     (CHECKPOINT, lambda f: f.cut("mine.safetensors"), "truncated?"),
     (CHECKPOINT, lambda f: f.cut(f"models/{PUBLISHED['dev']}"), "truncated?"),
@@ -164,14 +143,13 @@ CASES: list[Case] = [
 ]
 CASES_OF_2_5: list[Case] = [
     (CHECKPOINT, lambda f: f.cut(f"ltx/{RELEASE_FILES[LATER]['distilled']}", f.split.distilled), "truncated?"),
-    (CHECKPOINT, lambda f: f.nvfp4(DECODER), "weights in nvfp4, which this toolkit does not read"),
     (ROOT, lambda f: f.gemma("gemma"), "in one file"),
     (ROOT, lambda f: f.copy("a.safetensors", f.split.video_vae), "got the"),
     (ROOT, lambda f: f.cut("a.safetensors", f.split.text_encoder), "trunc"),
     (VIDEO, lambda f: "vae.safetensors", "no such file"),
     (VIDEO, lambda f: f.cut(RELEASE_FILES[LATER]["video_vae"], f.split.video_vae), "truncated?"),
     (VIDEO, lambda f: f.copy("a.safetensors", f.split.audio_vae), "the audio VAE"),
-    (AUDIO, lambda f: f.pickle("vae.pt"), "a pickle"),
+    (AUDIO, lambda f: f.content("vae.pt", b"PK\3\4\0\0\0\1"), "a pickle"),
     (SPATIAL, lambda f: f.copy("ltx-2.3-up.safetensors", f.tiny.spatial_upsampler), "is of LTX 2.3 by its name"),
     (HEAD, lambda f: "head.safetensors", "no such file"),
     (HEAD, lambda f: f.copy("a.safetensors", f.split.video_vae), "wanted a duration head"),
