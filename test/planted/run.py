@@ -52,12 +52,11 @@ class Fault(NamedTuple):
     def tests(self) -> list[str]:
         """The tests that find it, as pytest names them. Only file and function count: a file may move elsewhere."""
         found = []
-        for file, function in (name.split("::") for name in self.first + self.slow):
-            folders = ["unit", "integration", *["slow"] * bool(self.slow)]
-            paths = [path for folder in folders for path in TEST.glob(f"{folder}/**/{file}.py")]
-            found += [
-                f"{path}::{function}" for path in paths if re.search(rf"^def {function}\(", path.read_text(), re.M)
-            ]
+        for names, folders in ((self.first, "unit integration"), (self.slow, "unit integration slow")):
+            for file, function in (name.split("::") for name in names):
+                paths = (path for each in folders.split() for path in TEST.glob(f"{each}/**/{file}.py"))
+                defined = rf"^def {function}\("
+                found += [f"{p}::{function}" for p in paths if re.search(defined, p.read_text(), re.M)]
         if len(found) != len(self.first) + len(self.slow):
             raise SystemExit(f"{self.name}: its tests that are there: {found}")
         return [os.path.relpath(test, ROOT) for test in found]
@@ -87,7 +86,7 @@ def run_tests(tree: Path, tests: list[str]) -> str:
     # No bytecode is kept: a file with a fault may have the size and the time of the one without.
     own = os.environ | {"PYTHONPATH": f"{tree}/src:{tree}/tools", "PYTHONDONTWRITEBYTECODE": "1"}
     run = subprocess.run(command, cwd=tree, env=own, capture_output=True, text=True)
-    if run.returncode > 2:  # neither a test that failed nor one that could not be imported
+    if run.returncode > 2:  # neither that a test failed nor that one could not be imported
         raise SystemExit(f"tests could not be run\n{run.stdout[-4000:]}{run.stderr[-4000:]}")
     # A session may fail for its CPU seconds, too.
     return run.stdout if re.search(FAILED, run.stdout, re.M) else ""

@@ -168,6 +168,7 @@ def test_what_cannot_be_generated_is_not_prepared(job_flags, tmp_path, capsys):
     voice = write_sound(tmp_path / "voice.wav", samples, 16000, "pcm_s16le", "mono", "s16")
     for flags, message in (
         (["--reference-audio", voice], "--reference-audio goes with --ic-lora"),
+        (["--recipe", "dev", "--two-stage"], "needs --distilled-lora"),
         (["--num-workers", "0"], "wanted 1 or more"),
     ):
         assert ended("prepare", *job_flags, *flags) == 2

@@ -12,11 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from engines import opened_workspace
 from helpers import one_thread, rational_upsampler, rel, rewrite  # noqa: F401
 from jobs import make_job, replace
 from safetensors import safe_open
 
-from ltx_neuron import flags
 from ltx_neuron.backends.tiles import RankSound, RankTiles
 from ltx_neuron.config.common import CHECKPOINT_DOWNLOAD
 from ltx_neuron.config.profiles import PROFILES
@@ -24,7 +24,6 @@ from ltx_neuron.engine.decode import Decoder
 from ltx_neuron.engine.resume import JobRun
 from ltx_neuron.engine.run import Engine
 from ltx_neuron.errors import RunError, UserError
-from ltx_neuron.flags import verbs
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.text.encoders import Contexts
@@ -107,20 +106,11 @@ def test_frames_are_decoded_in_the_references_default_tiles(tiny):
         assert near == [which == number for which in range(3)]
 
 
-@pytest.mark.parametrize(
-    ("words", "dtype"),
-    [
-        ("--profile-set host_dtype=float32", torch.float32),
-        ("--profile-set host_dtype=bfloat16 --dtype float32", torch.bfloat16),
-    ],
-)
-def test_the_host_decodes_in_the_profiles_dtype_which_is_recorded(tiny, tmp_path, words, dtype):
-    parser = flags.parser("", "", gemma=False)
-    verbs.add_run(parser)
-    common = ["--checkpoint-path", str(tiny.checkpoint), "--artifacts-dir", str(tmp_path), "--profile", "cpu"]
-    workspace = flags.workspace(parser.parse_args([*common, *words.split()]))
-    assert workspace.identity["host_dtype"] == str(dtype).removeprefix("torch.")
-    assert Engine(workspace, Recorder()).host.video_decoder.dtype == dtype
+def test_the_host_decodes_in_the_profiles_dtype_which_is_recorded(tiny, tmp_path):
+    for host, of_the_run in (("float32", "bfloat16"), ("bfloat16", "float32")):
+        workspace = opened_workspace(tiny, tmp_path, dtype=of_the_run, settings=[f"host_dtype={host}"])
+        assert workspace.identity["host_dtype"] == host
+        assert Engine(workspace, Recorder()).host.video_decoder.dtype == getattr(torch, host)
     assert host_models(tiny).video_decoder.dtype == torch.float32
 
 

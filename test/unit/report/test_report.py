@@ -9,8 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from typed import ended
 
-from ltx_neuron import errors
 from ltx_neuron.errors import UserError
 from ltx_neuron.report import plot
 from ltx_neuron.report import table as latency
@@ -295,19 +295,12 @@ def test_a_file_that_is_not_a_report_is_refused_with_what_it_lacks(change, messa
         latency.validate([])
 
 
-def exit_of(*words: object) -> int:
-    """The exit code of the command, as its process ends."""
-    with pytest.raises(SystemExit) as end:
-        errors.run(lambda: report_main([*map(str, words)]))
-    return end.value.code
-
-
 def test_a_limit_kept_passes_one_exceeded_exits_1_with_both_numbers_and_one_of_no_number_is_an_error(tmp_path, capsys):
     path = write(tmp_path, recorded(peak_flops=None))
     report_main([path, "--max", "warm_step_ms.stage_1.median=110", "end_to_end_seconds=60"])
-    assert exit_of(path, "--max", "end_to_end_seconds=60", "--max", "warm_step_ms.stage_1.median=109.5") == 1
+    assert ended("report", path, "--max", "end_to_end_seconds=60", "--max", "warm_step_ms.stage_1.median=109.5") == 1
     assert capsys.readouterr().err == f"{path}: warm_step_ms.stage_1.median is 110, the limit is 109.5\n"
-    assert exit_of(path, "--max", "phases.decode_video.seconds=0.003") == 1  # two of 2 ms, summed
+    assert ended("report", path, "--max", "phases.decode_video.seconds=0.003") == 1  # two of 2 ms, summed
     for limit, message in (
         ("warm_step_ms.stage1.median=1", "is not a number of this report; similar names: warm_step_ms.stage_1.median"),
         ("percent_of_peak=1", "has no value in this run"),
@@ -327,7 +320,7 @@ def test_the_command_compares_two_runs_and_names_a_mistake_without_a_traceback(t
     assert line.split()[1:] == ["110.000", "55.000", "0.500"]
     (tmp_path / "broken.json").write_text("{")
     for path in (tmp_path / "broken.json", tmp_path / "absent.json"):
-        assert exit_of(path) == 2
+        assert ended("report", path) == 2
         text = capsys.readouterr().err
         assert text.startswith(f"error: {path} cannot be read as JSON") and "Traceback" not in text
 

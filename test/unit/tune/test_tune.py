@@ -429,7 +429,9 @@ REFUSED = [
     ("--layouts -1", "--layouts -1: wanted 1 or more"),
     ("--layers 1", "--layers 1: wanted a multiple of 2"),
     ("--height 65", "--height 65 is not a multiple of 32"),
+    ("--guidance video_cfg=3", "recipe takes no --guidance video_cfg"),
     ("--recipe dev --guidance video_stg_blocks=7", "video STG block 7: this model has"),
+    ("--recipe dev --nag-scale 11", "--nag-scale cannot"),
     ("", "no dit weights in .*\nMake them: .* shard transformer "),
 ]
 
