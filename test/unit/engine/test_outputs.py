@@ -112,7 +112,6 @@ def test_neither_the_plot_of_a_report_nor_the_video_of_the_api_is_written_over_a
     assert path.read_text() == "{}" and image.read_bytes() == tiny.image.read_bytes()
 
 
-# What an earlier run wrote, and other files of that name.
 # What an earlier run wrote, and other files of that name: texts, or what writes them
 REPLACED = {
     "out.json": [json.dumps(SIDECAR), "{}", "[]", "my notes", json.dumps(LATENCY_REPORT)],

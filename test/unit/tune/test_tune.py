@@ -340,6 +340,7 @@ STALE = [
     ("{", "cannot be read as JSON"),
     ('{"identity": {}, "run": {}, "sizes": {}}', "does not match its name"),
     ({}, "is not a file of tuned settings ('sizes')"),
+    ({"sizes": {"a": {"run": {}}}}, "is not a file of tuned settings"),
     ({"sizes": {}, "run": None}, "is not a file of tuned settings"),
     ({"sizes": {}, "run": {"threads": 2}}, "a setting is not text"),
 ]
