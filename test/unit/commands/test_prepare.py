@@ -44,30 +44,20 @@ def test_a_job_needs_its_weight_sets_its_graphs_and_what_runs_on_the_ranks(tiny,
     two, lora = Size(64, 64, 9, two_stage=True), (Lora(tiny.lora, 0.5),)
     refined = make_job("", two, recipe="dev", stage_2_loras=lora)
     assert titles(workspace, refined, neuron_gemma=True, neuron_vae=True) == [
-        "DiT weights",
-        "DiT weights, lora.safetensors 0.5",
-        "DiT graphs, 64x64, 9 frames, two stages",
-        "Gemma weights",
-        "Gemma graphs",
-        "VAE weights",
-        "video decoder graphs, 2x2x2 latents",
+        *("DiT weights", "DiT weights, lora.safetensors 0.5", "DiT graphs, 64x64, 9 frames, two stages"),
+        *("Gemma weights", "Gemma graphs", "VAE weights", "video decoder graphs, 2x2x2 latents"),
     ]
 
 
 def test_jobs_share_what_is_the_same_and_a_given_sound_is_not_decoded(tiny, tmp_path):
-    workspace = opened_workspace(tiny, tmp_path, settings=["sound_on_ranks=true"])
+    without, workspace = (opened_workspace(tiny, tmp_path, settings=s) for s in ([], ["sound_on_ranks=true"]))
     sound = SoundCondition("song.wav")
     jobs = (make_job("a", SMALL), make_job("b", SMALL, seed=4), make_job("c", Size(64, 96, 9), sound=sound))
     assert titles(workspace, *jobs, neuron_vae=True) == [
-        "DiT weights",
-        "DiT graphs, 64x64, 9 frames",
-        "DiT graphs, 64x96, 9 frames",
-        "VAE weights",
-        "video decoder graphs, 2x2x2 latents",
-        "video decoder graphs, 2x2x3 latents",
+        *("DiT weights", "DiT graphs, 64x64, 9 frames", "DiT graphs, 64x96, 9 frames", "VAE weights"),
+        *("video decoder graphs, 2x2x2 latents", "video decoder graphs, 2x2x3 latents"),
         "sound decoder graphs, 9 latents",
     ]
-    without = opened_workspace(tiny, tmp_path)
     for where, models in ((without, 2), (workspace, 3)):
         parts = parts_of(where, [jobs[0]], RunOptions(neuron_vae=True))
         (weights,) = (part for part in parts if part.title == "VAE weights")

@@ -105,7 +105,7 @@ FORMATS = {
     b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n": "git-lfs",
     b"<!DOCTYPE html>": "web page",
 }
-PLAIN = {"proj_in.weight": torch.zeros(2)}
+PLAIN, LORA = {"proj_in.weight": torch.zeros(2)}, {"x.lora_A.weight": torch.zeros(2, 2)}
 WEIGHTS = "model.safetensors"
 DIFFUSERS = "transformer/diffusion_pytorch_model.safetensors"
 # The flag, how the file is made that somebody has, and what the error calls it
@@ -140,6 +140,8 @@ CASES: list[Case] = [
     (ROOT, lambda f: f.gemma("gemma", "tokenizer.json"), "no tokenizer"),
     (ROOT, lambda f: f.gemma("gemma", "config.json"), "config.json"),
     (ROOT, lambda f: f.smaller("gemma-3-4b"), "has hidden_size"),
+    ("--lora", lambda f: PUBLISHED["lora"], "no such file"),
+    ("--lora", lambda f: f.tensors("a", LORA, {"model_version": "2.5.0"}), "is of LTX 2.5.0, but the checkpoint is of"),
     (SPATIAL, lambda f: "upsampler.safetensors", "no such file"),
     (SPATIAL, lambda f: f.copy("a.safetensors", f.tiny.temporal_upsampler), "wanted a spatial latent upsampler"),
     (SPATIAL, lambda f: f.cut(f"models/{PUBLISHED['spatial']}", f.tiny.spatial_upsampler), "truncated?"),
@@ -209,23 +211,13 @@ def test_what_a_printed_command_downloads_is_taken(later, flag, make, message, h
     assert all(path.is_file() for path in before)  # nothing is lost
 
 
-@pytest.mark.parametrize(
-    ("recipe", "flag", "lora", "message"),
-    [
-        ("distilled", "--lora", PUBLISHED["lora"], "no such file"),
-        ("dev", "--distilled-lora", "", "needs --distilled-lora"),
-        ("distilled", "--lora", "a.safetensors", "is of LTX 2.5.0, but the checkpoint is of LTX-2.3"),
-    ],
-)
-def test_the_lora_that_a_printed_command_downloads_is_taken(
-    recipe, flag, lora, message, home, tiny, capsys, monkeypatch
-):
-    save_file({"x.lora_A.weight": torch.zeros(2, 2)}, "a.safetensors", {"model_version": "2.5.0"})
-    values = {SPATIAL: tiny.spatial_upsampler, CHECKPOINT: tiny.checkpoint, ROOT: tiny.gemma_root, "--recipe": recipe}
-    code, error = prepared(capsys, values | ({flag: lora} if lora else {}), "--two-stage")
-    assert code == 2 and message in error, error
+def test_the_distilled_lora_that_a_printed_command_downloads_is_taken(home, tiny, capsys, monkeypatch):
+    values = {SPATIAL: tiny.spatial_upsampler, CHECKPOINT: tiny.checkpoint, ROOT: tiny.gemma_root, "--recipe": "dev"}
+    code, error = prepared(capsys, values, "--two-stage")
+    assert code == 2 and "needs --distilled-lora" in error, error
     (command,) = re.findall(r"hf download .+", error)
-    assert prepared(capsys, values | {flag: downloaded(monkeypatch, command)}, "--two-stage") == (0, "")
+    lora = downloaded(monkeypatch, command)
+    assert prepared(capsys, values | {"--distilled-lora": lora}, "--two-stage") == (0, "")
 
 
 @pytest.mark.parametrize(("name", "kind"), [(f"{LTX}/{PUBLISHED['dev']}", "dev"), (GEMMA, "gemma")])

@@ -10,19 +10,15 @@ from conftest import ROOT
 from PIL import Image
 
 SRC = ROOT / "src"
-PACKAGE = SRC / "ltx_neuron"
-SOURCES = sorted(SRC.rglob("*.py"))
-PYTHON_FILES = sorted(
-    path for folder in ("src", "shards", "compile", "benchmarks", "test") for path in (ROOT / folder).rglob("*.py")
-)
+FOLDERS = SRC, ROOT / "shards", ROOT / "compile", ROOT / "benchmarks", ROOT / "test"
 MOST_TOP_MODULES, MOST_FUNCTION_LINES = 9, 64
 
 
 def test_the_package_has_few_modules_at_its_top_and_no_function_is_long():
-    modules = sorted(path.name for path in PACKAGE.glob("[!_]*.py"))
+    modules = sorted(path.name for path in SRC.glob("ltx_neuron/[!_]*.py"))
     assert len(modules) <= MOST_TOP_MODULES, modules
     long = []
-    for path in SOURCES:
+    for path in SRC.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 first = node.body[ast.get_docstring(node) is not None and len(node.body) > 1].lineno
@@ -32,10 +28,9 @@ def test_the_package_has_few_modules_at_its_top_and_no_function_is_long():
 
 
 def test_no_statement_is_excepted_from_formatting_and_only_benchmarks_change_the_search_path():
-    exception = "fmt: " + "skip"
-    assert [path for path in PYTHON_FILES if exception in path.read_text()] == []
-    outside = [path for path in PYTHON_FILES if not path.is_relative_to(ROOT / "test")]
-    changing = [path.relative_to(ROOT) for path in outside if "sys.path" in path.read_text()]
+    texts = {path.relative_to(ROOT): path.read_text() for folder in FOLDERS for path in folder.rglob("*.py")}
+    assert [path for path, text in texts.items() if "fmt: " + "skip" in text] == []
+    changing = [path for path, text in texts.items() if "sys.path" in text and path.parts[0] != "test"]
     assert changing == [Path("benchmarks/lib/__init__.py")]
 
 
