@@ -107,12 +107,9 @@ REFUSALS = r"""
 --auto-duration 2 1 -> --auto-duration 2 1: wanted MIN_SECONDS MAX_SECONDS, the smaller number first
 --image image.png 0 1.5 -> --image image.png: strength '1.5', wanted at most 1; type --image PATH [FRAME_IDX [STRENGTH
 --image image.png --image b.png 0 nan -> --image b.png: strength 'nan', wanted a finite number; type --image PATH
---image image.png 0 1 52 -> --image image.png: crf '52', wanted at most 51; type --image PATH
 --image image.png 0 1 33 5 -> --image image.png: got '5', unexpected
---lora a --lora b nan -> --lora b: strength 'nan', wanted a finite number; type --lora PATH [STRENGTH]
 --ic-lora ic much -> ic: strength 'much', wanted a valid number; type --ic-lora PATH [STRENGTH]
 --ic-lora lora --video-conditioning film.mp4 -> --video-conditioning film.mp4: got ['film.mp4'], field required; type
---ic-lora lora --video-conditioning film.mp4 -1 -> --video-conditioning film.mp4: strength '-1', wanted at least 0
 --conditioning-attention-mask film.mp4 1.5 -> --conditioning-attention-mask film.mp4: strength '1.5', wanted at most 1
 # what every job needs
 --prompt '' -> --prompt is empty; type for example --prompt 'a golden retriever runs across a meadow'
@@ -159,7 +156,6 @@ REFUSALS = r"""
     --distilled-lora-strength-stage-1 0.25 -> --reference-audio goes with --ic-lora
 # images
 --image absent.png -> --image absent.png: no such file; pass an image as --image FILE [FRAME_IDX [STRENGTH [CRF]]]
---image /dev/zero -> --image /dev/zero: that is a device, wanted a regular file; pass an image
 --num-frames 9 --image image.png 9 -> --image image.png: frame 9 is outside the clip's 0..8; -1 is the last one
 --num-frames 17 --tail-frames 8 --image image.png 17 -> --image image.png: frame 17 is outside the clip's 0..16
 # sounds
@@ -192,8 +188,6 @@ REFUSALS = r"""
 --two-stage --reference-video film.mp4 --lora lora_2 --height 64 --width 64 -> --reference-video film.mp4: the IC-LoRA
 # references
 --ic-lora lora --video-conditioning absent.mp4 1 -> there is no file absent.mp4: pass another file with
---ic-lora lora_2 --video-conditioning film.mp4 1 --height 96 --width 64 -> \
-    --video-conditioning film.mp4: the IC-LoRA takes references of 1/2 of stage 1's size, 96x64, whose sides must be
 --ic-lora lora_3 --video-conditioning film.mp4 1 --height 256 --width 256 --two-stage -> \
     whose sides must be multiples of 96; type a --height and --width that are multiples of 192: 192x192 or 384x384
 --ic-lora lora_2 --ic-lora lora_3 --video-conditioning film.mp4 1 -> 2 of lora_2, 3 of lora_3
@@ -205,29 +199,23 @@ LIMITS = {
     "at least 0": "tail-frames -8, num-generated-keyframes -1, audio-start-time -1, video-skip-step -1",
     "more than 0": "audio-max-duration 0, reference-audio-max-duration 0",
     "less than 0": "audio-bed 0",
-    "at most 1": "nag-alpha 2, motion-speed 2, reference-strength 1.5",
     "a multiple of 8": "tail-frames 12",
     "a multiple of 32": "tile-width 80",
     "a finite number": "frame-rate nan, extend inf, audio-bed nan, video-cfg-guidance-scale inf",
     "a valid integer": "height 720p, seed random",
     "a valid number": "frame-rate 24/0, extend much",
-    "at most 2": "temporal-upsample-rounds 3",
-    "at most 10": "nag-tau 11",
-    "at most 64": "num-inference-steps 65",
-    "at most 100": "nag-scale 101",
-    "at most 1000": "frame-rate 1001",
-    "at most 16384": "width 16385",
-    "at most 100000": "num-frames 100001",
     "at least -120": "audio-bed -200",
     "at least 0.025": "motion-speed 0",
     "at least 64": "tile-height 32",
     "less than 18446744073709551616": "seed 18446744073709551616",
 }
+MOST = {"nag-alpha": 1, "motion-speed": 1, "reference-strength": 1, "temporal-upsample-rounds": 2, "nag-tau": 10}
+MOST |= {"num-inference-steps": 64, "nag-scale": 100, "frame-rate": 1000, "width": 16384, "num-frames": 100000}
 LINES = re.sub(r" \\\n +", " ", REFUSALS).strip().splitlines()
 ROWS = [line.split(" -> ") for line in LINES if not line.startswith("#")]
-for bound, beyond in LIMITS.items():
-    flags_and_values = [row.split() for row in beyond.split(", ")]
-    ROWS += [[f"--{flag} {value}", f"--{flag}: got '{value}', wanted {bound}"] for flag, value in flags_and_values]
+BEYOND = [(bound, row.split()) for bound, rows in LIMITS.items() for row in rows.split(", ")]
+BEYOND += [(f"at most {most}", (flag, most + 1)) for flag, most in MOST.items()]
+ROWS += [[f"--{flag} {x}", f"--{flag}: got '{x}', wanted {bound}"] for bound, (flag, x) in BEYOND]
 
 
 @pytest.fixture(scope="module")
@@ -313,7 +301,6 @@ def test_a_job_is_refused_with_what_to_type(way, typed, message, folder, monkeyp
 # --- Python ---------------------------------------------------------------------------------------
 
 TYPES = {
-    "--prompt: got None, wanted a valid string": dict(prompt=None),
     "--height: got '64', wanted a valid integer": dict(height="64"),
     "--num-frames: got True, wanted text or a number": dict(num_frames=True),
     "--image: got [['a.png']], wanted a valid tuple": dict(image="a.png"),
@@ -330,7 +317,7 @@ def test_a_value_of_another_type_is_refused_in_python(message):
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("rate", [0, 0.5, 1001, float("nan"), float("inf")])
+@pytest.mark.parametrize("rate", [0.5, 1001, float("nan")])
 def test_the_rate_of_a_files_size_is_checked(rate):
     Size(64, 64, 121, 1000).check()
     with pytest.raises(UserError, match="--frame-rate: got .*, wanted 1 to 1000"):
