@@ -31,36 +31,26 @@ def tools(stream="video"):
     return VideoLatentTools(VideoLatentPatchifier(1), VideoLatentShape(1, 128, *SHAPE), FPS)
 
 
-def ltx_state(latent, images=(), stream="video"):
-    """ltx-core 1.0.0's state of a stage, not yet noised."""
-    from ltx_core.conditioning import VideoConditionByKeyframeIndex, VideoConditionByLatentIndex
-
-    state = tools(stream).create_initial_state("cpu", latent.dtype, latent)
-    for image, encoded in images:
-        if image.frame_index == 0:
-            condition = VideoConditionByLatentIndex(encoded, image.strength, 0)
-        else:
-            condition = VideoConditionByKeyframeIndex(encoded, image.frame_index, image.strength)
-        state = condition.apply_to(state, tools())
-    return state
-
-
-def ltx_noised(state, scale=1.0):
+def ltx_noised(conditions, scale=1.0):
+    """ltx-core 1.0.0's state of a stage with these conditions."""
     from ltx_core.components.noisers import GaussianNoiser
 
+    state = tools().create_initial_state("cpu", VIDEO.dtype, VIDEO)
+    for condition in conditions:
+        state = condition.apply_to(state, tools())
     return GaussianNoiser(generator(10))(state, scale)
 
 
-def middles(bounds):
-    return (bounds[..., 0] + bounds[..., 1]) / 2.0
+def ltx_condition(image, encoded):
+    from ltx_core.conditioning import VideoConditionByKeyframeIndex, VideoConditionByLatentIndex
+
+    if image.frame_index == 0:
+        return VideoConditionByLatentIndex(encoded, image.strength, 0)
+    return VideoConditionByKeyframeIndex(encoded, image.frame_index, image.strength)
 
 
 def image(frame_index=0, strength=1.0, seed=5):
     return ImageCondition("", frame_index, strength), randn(1, 128, 1, *SHAPE[1:], seed=seed)
-
-
-def our_noised(state, scale=1.0, compat=False):
-    return state.noised(generator(10), scale, compat)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -71,13 +61,12 @@ def test_two_stages_draw_video_then_audio_from_one_generator_as_ltx_core_does(dt
     ours, noiser, seen = generator(10), GaussianNoiser(generator(10)), []
     for scale in SCALES:
         for stream, latent, patchify in (("video", VIDEO, patchify_video), ("audio", AUDIO, patchify_audio)):
-            theirs = noiser(ltx_state(latent.to(dtype), stream=stream), scale).latent
+            theirs = noiser(tools(stream).create_initial_state("cpu", dtype, latent.to(dtype)), scale).latent
             tokens = patchify(latent.to(dtype))
             free = LatentState(tokens, tokens, torch.ones(tokens.shape[1], 1), torch.empty(0))
             got = free.noised(ours, scale, compat)
             assert got.dtype == theirs.dtype == dtype
-            # bf16: where fp32 sums lie at the edge of two bf16 values the two blends may round
-            # apart, by one ulp of 2..4
+            # bf16: where fp32 sums lie at the edge of two values the blends may round apart, by one ulp of 2..4
             assert furthest(got, theirs) <= (0 if compat or scale == 1 else BLEND if dtype == torch.float32 else 2**-6)
             seen.append(got)
     assert furthest(seen[0], seen[2]) > SHOWS  # each draw is another
@@ -91,15 +80,15 @@ def test_two_stages_draw_video_then_audio_from_one_generator_as_ltx_core_does(dt
 @pytest.mark.parametrize("frames", [(0,), (0, 8, 16)], ids=["first frame", "keyframes"])
 def test_with_compat_images_of_any_strength_are_held_exactly_as_1_0_0_does(frames, strength, scale):
     images = [image(frame, strength, seed=5 + n) for n, frame in enumerate(frames)]
-    theirs = ltx_noised(ltx_state(VIDEO, images), scale)
+    theirs = ltx_noised([ltx_condition(*each) for each in images], scale)
     state = video_state(VIDEO, FPS, images, compat_1_0_0=True)
     size = Size(SHAPE[1] * 32, SHAPE[2] * 32, 8 * SHAPE[0] - 7)
     (bucket,) = make_job("", size, images=tuple(condition for condition, _ in images)).buckets
     assert state.latent.shape[1] == bucket.video_tokens == (SHAPE[0] + len(frames) - 1) * PER_FRAME
     assert torch.equal(state.clean_latent, theirs.clean_latent)
     assert torch.equal(state.denoise_mask, theirs.denoise_mask[0])
-    assert torch.equal(state.positions, middles(theirs.positions))
-    assert torch.equal(our_noised(state, scale, compat=True), theirs.latent)
+    assert torch.equal(state.positions, theirs.positions.mean(-1))
+    assert torch.equal(state.noised(generator(10), scale, True), theirs.latent)
 
 
 @pytest.mark.parametrize("strength", [1.0, 0.6])
@@ -107,15 +96,13 @@ def test_with_compat_a_reference_starts_from_itself_as_in_1_0_0(strength):
     from ltx_core.conditioning import VideoConditionByReferenceLatent
 
     reference = randn(1, 128, *SHAPE, seed=5)
-    condition = VideoConditionByReferenceLatent(reference, 1, strength)
-    theirs = ltx_noised(condition.apply_to(ltx_state(VIDEO), tools()))
-    references = (ReferenceVideo("", strength, 17),)
-    job = make_job("", Size(SHAPE[1] * 32, SHAPE[2] * 32, 17), references=references)
+    theirs = ltx_noised([VideoConditionByReferenceLatent(reference, 1, strength)])
+    job = make_job("", Size(SHAPE[1] * 32, SHAPE[2] * 32, 17), references=(ReferenceVideo("", strength, 17),))
     inputs = {"reference_latent": reference}, (VIDEO, AUDIO), []
     ours, later = (
         initial_states(job, False, *inputs, Compat(conditioning=old), torch.float32)[0] for old in (True, False)
     )
-    assert torch.equal(our_noised(ours, compat=True), theirs.latent)
+    assert torch.equal(ours.noised(generator(10), 1.0, True), theirs.latent)
     held = len(ours.denoise_mask) // 2
     assert not later.latent[:, held:].any() and torch.equal(later.positions, ours.positions)
 
@@ -124,15 +111,15 @@ def test_later_releases_blend_images_with_what_the_stage_would_start_from():
     """1.1.6: clean + mask * (unconditioned start - clean), where 1.0.0 noises the image itself."""
     scale, images = SCALES[1], [image(strength=0.7), image(8, 0.6, seed=6)]
     first, keyframe = (patchify_video(encoded) for _, encoded in images)
-    got = our_noised(video_state(VIDEO, FPS, images), scale)
+    got = video_state(VIDEO, FPS, images).noised(generator(10), scale, False)
     noise = torch.randn(got.shape, generator=generator(10))
     start = scale * noise[:, :PER_FRAME] + (1 - scale) * patchify_video(VIDEO)[:, :PER_FRAME]
     assert furthest(got[:, :PER_FRAME], first + 0.3 * (start - first)) < BLEND
     # A keyframe has no latent of the stage's.
     wanted = keyframe + 0.4 * (scale * noise[:, -PER_FRAME:] - keyframe)
     assert furthest(got[:, -PER_FRAME:], wanted) < BLEND
-    compat = video_state(VIDEO, FPS, images, compat_1_0_0=True)
-    assert furthest(got[:, :PER_FRAME], our_noised(compat, scale, compat=True)[:, :PER_FRAME]) > SHOWS
+    compat = video_state(VIDEO, FPS, images, compat_1_0_0=True).noised(generator(10), scale, True)
+    assert furthest(got[:, :PER_FRAME], compat[:, :PER_FRAME]) > SHOWS
 
 
 @pytest.mark.parametrize("timesteps", [3, 5])
@@ -165,17 +152,13 @@ def test_motion_speed_scales_the_time_of_all_video_tokens_and_nothing_else():
 
 
 def test_every_generated_keyframe_starts_stage_2_as_its_own_plane_of_stage_1():
-    images = [image(8)]
-    size = Size(128, 256, 17, two_stage=True)
-    job = make_job("rain", size, num_generated_keyframes=2, images=[condition for condition, _ in images])
+    condition = image(8)[0]
+    job = make_job("rain", Size(128, 256, 17, two_stage=True), num_generated_keyframes=2, images=[condition])
     start = torch.zeros(1, 128, 3, 4, 8), torch.zeros(1, 8, AUDIO_FRAMES, 16)
-    planes = randn(1, 128, 2, 4, 8)
-    tensors = {"upsampled_keyframes": planes}
-    images = [(condition, randn(1, 128, 1, 4, 8)) for condition, _ in images]
-    video, _ = initial_states(job, True, tensors, start, images, Compat(), torch.float32)
+    planes, images = randn(1, 128, 2, 4, 8), [(condition, randn(1, 128, 1, 4, 8))]
+    video, _ = initial_states(job, True, {"upsampled_keyframes": planes}, start, images, Compat(), torch.float32)
     assert len(video.denoise_mask) == job.bucket(job.stages[1]).video_tokens
     assert video.clean_latent[:, -64:].abs().sum() == 0
     assert video.denoise_mask[-64:].min() == video.keyframes_mask[-64:].min() == 1
-    first, second = video.latent[:, -2 * 32 :].split(32, dim=1)
-    for number, tokens in enumerate((first, second)):
+    for number, tokens in enumerate(video.latent[:, -64:].split(32, dim=1)):
         assert torch.equal(tokens, patchify_video(planes[:, :, number : number + 1])), number
