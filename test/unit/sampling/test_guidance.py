@@ -141,6 +141,15 @@ def test_what_is_kept_in_each_block_is_ltx_cores_mask():
 
 
 # --- which passes a step runs --------------------------------------------------------------------
+@pytest.fixture
+def ranks() -> SimpleNamespace:
+    """Keeps what would be uploaded and defined."""
+    kept = SimpleNamespace(tp=1, cp=1, tensors={}, sequences={}, put_numbers=lambda *_: None)
+    kept.put = lambda _, like=None, **tensors: kept.tensors.update(tensors)
+    kept.define = lambda _, sequence, runs: kept.sequences.update({sequence: runs})
+    return kept
+
+
 def defined(ranks, guidance: Guidance, compat_1_0_0: bool = False) -> list[str]:
     """The sequence of every step of a stage with that guidance."""
     bucket = Bucket(2, 3, 1, max_steps=8, guided=True)

@@ -28,13 +28,6 @@ def ltx_video(shape):
     return VideoLatentPatchifier(1), VideoLatentShape(1, 128, *shape)
 
 
-def ltx_audio(frames):
-    from ltx_core.components.patchifiers import AudioPatchifier
-    from ltx_core.types import AudioLatentShape
-
-    return AudioPatchifier(1), AudioLatentShape(1, 8, frames, 16)
-
-
 def middles(bounds):
     return (bounds[..., 0] + bounds[..., 1]) / 2.0
 
@@ -42,12 +35,18 @@ def middles(bounds):
 @pytest.mark.parametrize("fps", [24.0, 25.0, 23.976])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SIZES)
-def test_video_positions_are_those_that_ltx_cores_tools_give_a_stage(shape, dtype, fps):
+def test_video_positions_and_patches_are_ltx_cores_and_keyframes_behind_them_are_dropped(shape, dtype, fps):
     from ltx_core.tools import VideoLatentTools
 
-    theirs = middles(VideoLatentTools(*ltx_video(shape), fps).create_initial_state("cpu", dtype).positions)
+    patchifier, latent_shape = ltx_video(shape)
+    theirs = middles(VideoLatentTools(patchifier, latent_shape, fps).create_initial_state("cpu", dtype).positions)
     ours = video_positions(shape, fps, dtype)
     assert ours.dtype == theirs.dtype == dtype and torch.equal(ours, theirs)
+    latent = randn(*latent_shape.to_torch_shape())
+    tokens = patchify_video(latent)
+    assert torch.equal(tokens, patchifier.patchify(latent))
+    assert torch.equal(unpatchify_video(tokens, shape), latent)
+    assert torch.equal(unpatchify_video(torch.cat([tokens, tokens[:, :1]], dim=1), shape), latent)
 
 
 def test_the_first_latent_frame_is_one_frame_and_every_other_is_eight():
@@ -57,24 +56,15 @@ def test_the_first_latent_frame_is_one_frame_and_every_other_is_eight():
 
 @pytest.mark.parametrize("frames", [1, 26, 251])
 def test_audio_positions_and_patches_are_ltx_cores(frames):
-    patchifier, shape = ltx_audio(frames)
-    positions = audio_positions(frames)
+    from ltx_core.components.patchifiers import AudioPatchifier
+    from ltx_core.types import AudioLatentShape
+
+    patchifier, shape = AudioPatchifier(1), AudioLatentShape(1, 8, frames, 16)
+    positions, latent = audio_positions(frames), randn(*shape.to_torch_shape())
     assert positions.dtype == torch.float32
     assert torch.equal(positions, middles(patchifier.get_patch_grid_bounds(shape)))
-    latent = randn(*shape.to_torch_shape())
     tokens = patchify_audio(latent)
-    assert torch.equal(tokens, patchifier.patchify(latent))
-    assert torch.equal(unpatchify_audio(tokens), latent)
-
-
-@pytest.mark.parametrize("shape", SIZES)
-def test_video_patches_are_ltx_cores_and_keyframes_behind_them_are_dropped(shape):
-    patchifier, latent_shape = ltx_video(shape)
-    latent = randn(*latent_shape.to_torch_shape())
-    tokens = patchify_video(latent)
-    assert torch.equal(tokens, patchifier.patchify(latent))
-    assert torch.equal(unpatchify_video(tokens, shape), latent)
-    assert torch.equal(unpatchify_video(torch.cat([tokens, tokens[:, :1]], dim=1), shape), latent)
+    assert torch.equal(tokens, patchifier.patchify(latent)) and torch.equal(unpatchify_audio(tokens), latent)
 
 
 @pytest.mark.parametrize(("frame", "fps"), [(8, 24.0), (40, 25.0), (119, 23.976)])
@@ -91,25 +81,17 @@ def test_a_keyframe_lasts_from_its_own_frame_for_one_frame_or_eight_as_in_ltx_co
     assert furthest(keyframe_positions(2, 3, frame, fps, 1), theirs) < SECONDS
 
 
-# The last three are rounded: up, half to even, half to even.
-@pytest.mark.parametrize(
-    ("frames", "rate", "latents"),
-    [(25, 24, 26), (97, 24, 101), (121, 24, 126), (121, 25, 121), (17, 24, 18), (33, 30, 28), (9, 50, 4)],
-)
-def test_audio_lasts_as_long_as_the_video(frames, rate, latents):
-    from ltx_core.types import AudioLatentShape, VideoPixelShape
+def test_latents_have_the_shapes_that_ltx_core_gives_a_video_and_its_sound():
+    from ltx_core.types import AudioLatentShape, VideoLatentShape, VideoPixelShape
 
-    assert audio_latent_frames(frames, rate) == latents
-    assert AudioLatentShape.from_video_pixel_shape(VideoPixelShape(1, frames, 64, 64, rate)).frames == latents
-
-
-@pytest.mark.parametrize("pixels", [(512, 768, 121), (64, 128, 1), (512, 512, 28), (64, 64, 32)])
-def test_video_latents_have_the_shape_that_ltx_core_gives_a_video(pixels):
-    from ltx_core.types import VideoLatentShape, VideoPixelShape
-
-    height, width, frames = pixels
-    theirs = VideoLatentShape.from_pixel_shape(VideoPixelShape(1, frames, height, width, 24.0))
-    assert video_latent_shape(height, width, frames) == (theirs.frames, theirs.height, theirs.width)
+    for height, width, frames in (512, 768, 121), (64, 128, 1), (512, 512, 28), (64, 64, 32):
+        theirs = VideoLatentShape.from_pixel_shape(VideoPixelShape(1, frames, height, width, 24.0))
+        assert video_latent_shape(height, width, frames) == (theirs.frames, theirs.height, theirs.width)
+    # The sound is as long as the video. The last three are rounded: up, half to even, half to even.
+    wanted = {(25, 24): 26, (97, 24): 101, (121, 25): 121, (17, 24): 18, (33, 30): 28, (9, 50): 4}
+    assert {each: audio_latent_frames(*each) for each in wanted} == wanted
+    for (frames, rate), latents in wanted.items():
+        assert AudioLatentShape.from_video_pixel_shape(VideoPixelShape(1, frames, 64, 64, rate)).frames == latents
 
 
 def test_a_token_of_a_half_size_reference_is_at_the_middle_of_the_four_that_it_stands_for():

@@ -227,13 +227,14 @@ def folder(tmp_path_factory):
     whole = (folder / "long.mp4").read_bytes()
     (folder / "half.mp4").write_bytes(whole[: len(whole) // 2])
     write_film(folder / "mute.mkv", picture_frames(9, 64, 64, 3))
-    stored = (tone(48000, 0.5) * 2**15).short().T.reshape(1, -1).contiguous().numpy()
-    write_sound(folder / "sound.wav", stored, 48000, "pcm_s16le", "stereo", "s16")
-    voice = (tone(16000, 1.0)[:1] * 2**15).short().numpy()
-    write_sound(folder / "voice.wav", voice, 16000, "pcm_s16le", "mono", "s16")
-    write_sound(folder / "silent.wav", 0 * voice, 16000, "pcm_s16le", "mono", "s16")
-    six = torch.ones(6, 8000).short().T.reshape(1, -1).contiguous().numpy()
-    write_sound(folder / "six.wav", six, 16000, "pcm_s16le", "5.1", "s16")
+    for name, samples, rate, layout in (
+        ("sound", 2**15 * tone(48000, 0.5), 48000, "stereo"),
+        ("voice", 2**15 * tone(16000, 1.0)[:1], 16000, "mono"),
+        ("silent", torch.zeros(1, 16000), 16000, "mono"),
+        ("six", torch.ones(6, 8000), 16000, "5.1"),
+    ):
+        stored = samples.short().T.reshape(1, -1).contiguous().numpy()
+        write_sound(folder / f"{name}.wav", stored, rate, "pcm_s16le", layout, "s16")
     Image.new("RGB", (64, 64)).save(folder / "image.png")
     for name, factor in (("lora", None), ("lora_2", "2"), ("lora_3", "3"), ("lora_half", "half")):
         metadata = {"reference_downscale_factor": factor} if factor else None

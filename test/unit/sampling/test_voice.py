@@ -2,7 +2,7 @@
 test/integration/test_golden.py."""
 
 from pathlib import Path
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import torch
 from helpers import randn
@@ -46,16 +46,15 @@ def test_defaults_are_those_of_id_lora_and_scales_are_flags(voice, ic_lora):
     assert video == StreamGuidance(3.0, 1.0, (29,), 3.0) and audio == replace(video, cfg_scale=7.0)
     assert job().steps == 30 and make_job("rain", recipe="dev").resolved_guidance == DEFAULTS
     words = "--recipe", "dev", "--reference-audio", voice, "--ic-lora", ic_lora().path
-    plain = said(*words)
-    assert plain.reference_sound == ReferenceAudio(voice, TREF) and plain.identity_scale == 3.0
-    scaled = said(*words, "--identity-guidance-scale", 1.5, "--audio-cfg-guidance-scale", 4)
-    video, audio = scaled.resolved_guidance.streams
-    assert scaled.identity_scale == 1.5
-    assert (video.rescale_scale, audio.cfg_scale, audio.stg_blocks) == (0.0, 4.0, (29,))
-    hq = said(*words, "--sampler", "res_2s", "--two-stage")
-    assert [stream.rescale_scale for stream in hq.resolved_guidance.streams] == [0.0, 0.0]
+    scales = "--identity-guidance-scale", 1.5, "--audio-cfg-guidance-scale", 4
+    plain, scaled, hq = (said(*words, *more) for more in ((), scales, ("--sampler", "res_2s", "--two-stage")))
     for made in (plain, scaled, hq):
         made.check()
+        assert made.resolved_guidance.video.rescale_scale == 0.0
+    assert plain.reference_sound == ReferenceAudio(voice, TREF) and plain.identity_scale == 3.0
+    audio = scaled.resolved_guidance.audio
+    assert (scaled.identity_scale, audio.cfg_scale, audio.stg_blocks) == (1.5, 4.0, (29,))
+    assert hq.resolved_guidance.audio.rescale_scale == 0.0
     # A shape needs no LoRA, as its graphs do not depend on one.
     shape = flags.shape(parsed("--reference-audio", voice, "--identity-guidance-scale", 0, compiles=True), "dev")
     shape.check_shape()
@@ -65,16 +64,10 @@ def test_defaults_are_those_of_id_lora_and_scales_are_flags(voice, ic_lora):
 def test_a_mono_voice_is_in_both_channels_and_all_of_a_file_or_its_first_seconds(voice, capsys):
     assert read_voice(voice) == ReferenceAudio(voice, TREF)
     assert read_voice(voice, reference_audio_max_duration=0.5) == ReferenceAudio(voice, 13, 0.5)
-    heard = []
-
-    def encode_audio(sound):
-        heard.append(sound.samples)
-        return torch.zeros(1), randn(1, 8, TREF, 16)
-
-    host = SimpleNamespace(encode_audio=encode_audio)
+    host = Mock(encode_audio=Mock(return_value=(torch.zeros(1), randn(1, 8, TREF, 16))))
     encoded = encode_inputs.encode(host, job(reference_sound=ReferenceAudio(voice, TREF)))
     assert encoded["audio_reference"].shape == (1, 8, TREF, 16)
-    left, right = heard[0]
+    left, right = host.encode_audio.call_args.args[0].samples
     assert torch.equal(left, right) and left.any() and len(left) == 16000
     assert f"--reference-audio {voice}: mono sound" in capsys.readouterr().out
     # One that is much shorter or longer than the training's is noted.
