@@ -4,6 +4,7 @@ import re
 import shlex
 import subprocess
 import sys
+from pkgutil import resolve_name
 
 import pytest
 
@@ -11,7 +12,6 @@ from ltx_neuron import command_line, errors, flags
 from ltx_neuron.commands import _PARSERS, VERBS, dispatch
 from ltx_neuron.demo import ASSETS
 from ltx_neuron.flags import verbs
-from ltx_neuron.serve.flags import build_parser as serve
 from ltx_neuron.tune.flags import build_parser as tune
 
 MODEL = f"--checkpoint-path {ASSETS.checkpoint} --gemma-root {ASSETS.gemma_root}"
@@ -22,7 +22,6 @@ SIZE = "--height 704 --width 1280"
 # A command line -> what its answer contains, and after "not" what it does not contain
 MISTAKES = f"""
 generat                                     -> did you mean generate?
-docter --json                               -> did you mean doctor?
 shard gemma                                 -> did you mean gemma3?
 shard transformer --num-worker 1            -> did you mean --num-workers? | shard transformer --help
 generate --promt rain                       -> missing: --checkpoint-path | did you mean --prompt?
@@ -39,7 +38,6 @@ generate MODEL --prompt --output-path o.mp4 -> --prompt has no value; type --pro
 generate JOB --frames 120                   -> did you mean --num-frames 121?
 generate JOB --num-frames 120               -> nearest valid: 113 or 121 | not recipe:
 generate JOB --steps 8                      -> did you mean --num-inference-steps N?
-generate JOB --num-inference-steps 20       -> other counts need --recipe dev | not recipe:
 generate JOB --output out.mov               -> did you mean --output-path FILE? | not --output-dir
 generate MODEL --prompt x --output-path out.mov -> the output is an MP4 file | not recipe:
 generate MODEL --prompt x --output-path FOLDER -> is a folder; type --output-path FOLDER/video.mp4
@@ -47,10 +45,8 @@ generate JOB --size 720p                    -> did you mean {SIZE}? | not --seed
 generate JOB --resolution=1280x720          -> did you mean {SIZE}? | not --resume
 generate --model Lightricks/LTX-2.5         -> did you mean --checkpoint-path FILE? | not --model-path
 generate JOB --guidance-scale 3             -> did you mean --guidance video_cfg=3 | not v2a
-generate JOB --guidance 3                   -> type for example --guidance video_cfg=3
 generate JOB --tp 4                         -> did you mean --tp-degree 4? | not --dtype
 generate JOB --enhance-prompt               -> unknown: --enhance-prompt | not did you mean
-generate JOB --xyzzy                        -> unknown: --xyzzy | not did you mean
 generate JOB --profile gpu                  -> known: cpu, cuda
 generate --gemma-root G --checkpoint-path FOLDER --prompt x -> a folder without a transformer's file
 generate --checkpoint-path CKPT --gemma-root CKPT --prompt x --output-path o.mp4 -> needs the folder of Gemma3-12B | not nearest
@@ -65,14 +61,6 @@ batch bad.jsonl MODEL --output-dir out      -> did you mean 'seed'? | did you me
 ROWS = [re.split(r" +-> ", line, maxsplit=1) for line in MISTAKES.strip().splitlines()]
 
 
-def answer(typed: str, capsys) -> str:
-    with pytest.raises(SystemExit) as end:
-        errors.run(lambda: dispatch(shlex.split(typed)))
-    printed = capsys.readouterr()
-    assert end.value.code == 2, printed
-    return printed.out + printed.err
-
-
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     (tmp_path / "FOLDER").mkdir()
@@ -85,21 +73,23 @@ def folder(tmp_path, monkeypatch):
 def test_a_mistake_is_answered_with_what_to_type(typed, wanted, folder, capsys):
     for name, value in {"MODEL": MODEL, "JOB": JOB, "CKPT": str(ASSETS.checkpoint)}.items():
         typed = re.sub(rf"\b{name}\b", lambda _, value=value: value, typed)
-    printed = answer(typed, capsys)
+    with pytest.raises(SystemExit) as end:
+        errors.run(lambda: dispatch(shlex.split(typed)))
+    printed = "".join(capsys.readouterr())
+    assert end.value.code == 2 and "Traceback" not in printed
     for words in wanted.split(" | "):
         if words.startswith("not "):
             assert words.removeprefix("not ") not in printed
         else:
             assert words in printed
-    assert "Traceback" not in printed
     lists = re.findall(r"(?:[\w.'-]+, )+[\w.'-]+", printed)
     assert max((len(names.split(", ")) for names in lists), default=0) <= MOST_NAMES
 
 
-@pytest.mark.parametrize("typed", ["version", "--version"])
-def test_the_version_is_that_of_the_package(typed, capsys):
-    dispatch([typed])
-    assert re.fullmatch(r"ltx-neuron \d+\.\d+\.\d+\n", capsys.readouterr().out)
+def test_the_version_is_that_of_the_package(capsys):
+    for typed in ("version", "--version"):
+        dispatch([typed])
+        assert re.fullmatch(r"ltx-neuron \d+\.\d+\.\d+\n", capsys.readouterr().out)
 
 
 WITHOUT_TORCH = """
@@ -122,14 +112,10 @@ def test_a_mistyped_flag_is_found_without_torch():
     assert process.stderr.count("unknown: --xyzzy") == len(typed)
 
 
-PARSERS = {verb: getattr(verbs, verb) for verb in ("generate", "batch", "prepare", "plan", "doctor")}
-PARSERS |= {"serve": serve, "tune": tune}
-
-
-@pytest.mark.parametrize("verb", PARSERS)
+@pytest.mark.parametrize("verb", _PARSERS)
 def test_a_verb_takes_every_flag_of_a_generation(verb):
-    known = PARSERS[verb]()._option_string_actions.keys()
-    assert verbs.generate()._option_string_actions.keys() - known == set() and {*PARSERS} == {*_PARSERS}
+    known = resolve_name(f"ltx_neuron.{_PARSERS[verb]}")()._option_string_actions.keys()
+    assert verbs.generate()._option_string_actions.keys() - known == set()
 
 
 def test_a_flag_without_effect_keeps_its_default_and_one_with_is_noted(capsys):

@@ -12,17 +12,13 @@ from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.shapes import audio_latent_frames
 
 
-def job(**fields) -> Job:
-    """A job of the Python API, which converts no text."""
-    size = {"height": 64, "width": 64, "num_frames": 9}
-    return Job.validated({"prompt": "rain"} | size | fields, strict=True)
-
-
-def test_whole_numbers_of_numpy_paths_and_all_defaults_are_right():
-    job().check()
-    job(height=np.int64(64), num_frames=np.int32(9), seed=np.uint64(3), frame_rate=24).check()
+def test_whole_numbers_of_numpy_paths_and_all_defaults_are_right_in_python():
     image = ImageCondition(ROOT / "README.md", np.int64(8), np.float32(0.5), np.uint8(3))
-    (held,) = job(frame_rate=np.float32(24), image=(image,)).image
+    numbers = {"height": np.int64(64), "num_frames": np.int32(9), "seed": np.uint64(3), "frame_rate": np.float32(24)}
+    for fields in ({}, {"frame_rate": 24}, numbers | {"image": (image,)}):
+        job = Job.validated({"prompt": "rain"} | fields, strict=True)
+        job.check()
+    (held,) = job.image
     assert (held.frame_index, held.strength, held.crf) == (8, 0.5, 3)
 
 
@@ -60,8 +56,5 @@ def test_the_upsampler_of_one_and_a_half_makes_stage_1_two_thirds_of_the_size():
     assert (job.height, job.two_stage) == (96, True)
     assert job.describe()["spatial_scale"] == 1.5
     assert "spatial_scale" not in make_job("rain", Size(two_stage=True)).describe()
-    message = (
-        "height 512 is not a multiple of 96 .two stages, the second 1.5 times the first.; nearest valid: 480 or 576"
-    )
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match="height 512 is not a multiple of 96 .* 1.5 .*nearest valid: 480 or 576"):
         Size(512, 768, 9, two_stage=True, spatial_scale=1.5).check()
