@@ -3,11 +3,10 @@ first of each kind makes a video; the others are planned."""
 
 import json
 import re
-from zlib import crc32
 
 import torch
 from conftest import QUICK
-from helpers import generator, made_film, read_video
+from helpers import made_film, read_video
 from hub_server import Hub, use
 from safetensors.torch import load_file, save_file
 from unit.project.test_docs import commands, text_of
@@ -24,7 +23,6 @@ FILES = {
     "2.3-22b-IC-LoRA-Pixel-Spatial-Upscaler": {"x2-0.9": 2, "x4-0.9": 4},
     "2.5-22b-IC-LoRA-Pixel-Spatial-Upscaler": {"x2-1.0": 2},
 }
-RANK = 32
 TINY = {"--height": 128, "--width": 128, "--num-frames": 9}
 DEV = {"--num-inference-steps": 2, "--video-stg-blocks": 1, "--audio-stg-blocks": 1}
 TILE = {"--tile-height": 64, "--tile-width": 96}
@@ -48,28 +46,16 @@ def adapter(words: list[str]) -> str:
     return next(word for word in words if re.match(rf"{OWNER}LTX-2\.\d-22b-", word))
 
 
-def write_lora(path, checkpoint: dict, repository: str, scale: int | None) -> None:
-    """A LoRA of every attention of both streams."""
-    drawn, tensors = generator(crc32(repository.encode())), {}
-    for key, weight in checkpoint.items():
-        block = key.startswith(f"{DIFFUSION}transformer_blocks.") and key.endswith(".weight")
-        if block and weight.ndim == 2 and "attn" in key:
-            name = f"diffusion_model.{key.removeprefix(DIFFUSION).removesuffix('.weight')}"
-            for part, shape in {"lora_A": (RANK, weight.shape[1]), "lora_B": (weight.shape[0], RANK)}.items():
-                tensors[f"{name}.{part}.weight"] = (0.02 * torch.randn(shape, generator=drawn)).bfloat16()
-    save_file(tensors, path, {"reference_downscale_factor": str(scale)} if scale else None)
-
-
 def hub_of(command_lines: dict[str, list[list[str]]], tiny, split, folder) -> Hub:
     """command_lines: by release."""
-    checkpoints, repositories = {"2.3": load_file(tiny.checkpoint), "2.5": load_file(split.dev)}, {}
+    loras, repositories = {"2.3": load_file(tiny.lora), "2.5": load_file(split.lora)}, {}
     for release, words in ((release, words) for release, lines in command_lines.items() for words in lines):
         repository = "/".join(adapter(words).split("/")[:2])
         short = repository.removeprefix(f"{OWNER}LTX-")
         files = repositories.setdefault(repository, {"README.md": tiny.image})
         for version, scale in FILES.get(short, {"0.9": None}).items():
             name = f"ltx-{short.lower()}-{version}.safetensors"
-            write_lora(folder / name, checkpoints[release], repository, scale)
+            save_file(loras[release], folder / name, {"reference_downscale_factor": str(scale)} if scale else None)
             files[name] = folder / name
     names = RELEASE_FILES[f"{OWNER}LTX-2.3"]
     kinds = {"distilled": tiny.checkpoint, "dev": tiny.checkpoint, "lora": tiny.lora, "spatial": tiny.spatial_upsampler}

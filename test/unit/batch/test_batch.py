@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers import locked, said_to_an_ordinary_user
 from safetensors.torch import save_file
-from typed import parsed
+from typed import parsed, said
 
 from ltx_neuron import batch
 from ltx_neuron.batch import RESULTS, prompts_file, read_lines
@@ -20,7 +20,6 @@ from ltx_neuron.engine.run import JobFailure
 from ltx_neuron.errors import UserError
 from ltx_neuron.flags import job_of_line
 from ltx_neuron.job import Job
-from ltx_neuron.sampling.conditions import ImageCondition
 
 JOB_OF_LINE = job_of_line(parsed())
 
@@ -44,22 +43,29 @@ def refused(folder, content: str | bytes) -> str:
     return str(error.value)
 
 
-def test_a_line_says_what_differs_from_the_commands_own_flags(tmp_path):
-    flags = "--height 64 --width 96 --num-frames 9 --seed 3"
-    changes = {"prompt": "b", "width": 128, "seed": -7, "frame_rate": 12.5, "two_stage": True}
-    lines = read(tmp_path, {"prompt": "a", "two_stage": None, "upscale": None}, changes, flags=flags)
-    (first, second), sizes = (line.job for line in lines), [line.job.size for line in lines]
-    assert (first.prompt, first.seed, second.prompt, second.seed) == ("a", 3, "b", -7)
-    facts = [(size.height, size.width, size.frame_rate, size.two_stage) for size in sizes]
-    assert facts == [(64, 96, 24.0, False), (64, 128, 12.5, True)]
-    assert [line.file for line in lines] == ["0001.mp4", "0002.mp4"]
+COMMAND = "--recipe dev --height 64 --width 96 --num-frames 9 --seed 3"
+A, B = __file__, pytest.__file__
+# A line -> the flags that make the same job
+LINES = [
+    ({"two_stage": None, "upscale": None}, ""),
+    ({"width": 128, "seed": -7, "frame_rate": 12.5}, "--width 128 --seed -7 --frame-rate 12.5"),
+    ({"two_stage": True, "negative_prompt": "b"}, "--two-stage --negative-prompt b"),
+    ({"num-frames": 17}, "--num-frames 17"),
+    ({"num_frames": "17"}, "--num-frames 17"),
+    ({"fps": 30}, "--frame-rate 30"),
+    ({"image": A}, f"--image {A}"),
+    ({"image": [A, 0, 0.5]}, f"--image {A} 0 0.5"),
+    ({}, ""),  # no image of another line
+    ({"image": [[A], [B, 8, 0.25, 10]]}, f"--image {A} --image {B} 8 0.25 10"),
+    ({"video_cfg_guidance_scale": 2.0, "audio-stg-blocks": [1, 2]}, "--guidance video_cfg=2 audio_stg_blocks=1,2"),
+]
 
 
-def test_keys_are_flags_with_dashes_or_underscores_and_aliases(tmp_path):
-    keys = {"num-frames": 17}, {"num_frames": "17"}, {"fps": 30}, {"frame-rate": 30}
-    lines = read(tmp_path, *({"prompt": "a", **key} for key in keys))
-    assert [(line.job.size.num_frames, line.job.size.frame_rate) for line in lines] == [(17, 24)] * 2 + [(121, 30)] * 2
-    assert lines[0].digest == lines[1].digest != lines[2].digest == lines[3].digest
+def test_a_line_makes_the_job_of_its_flags_which_take_the_place_of_the_commands_own(tmp_path):
+    lines = read(tmp_path, *({"prompt": "rain"} | line for line, _ in LINES), flags=COMMAND)
+    for line, (_, typed) in zip(lines, LINES, strict=True):
+        assert line.job == said(*COMMAND.split(), *typed.split())
+    assert [line.file for line in lines[:2]] == ["0001.mp4", "0002.mp4"]
 
 
 def test_prompts_keep_their_letters_and_empty_lines_count_but_are_skipped(tmp_path):
@@ -68,45 +74,21 @@ def test_prompts_keep_their_letters_and_empty_lines_count_but_are_skipped(tmp_pa
     assert [(line.number, line.job.prompt) for line in lines] == [*enumerate(prompts, 2), (8, "b")]
 
 
-def test_values_of_a_line_are_those_of_flags_of_several_words(tmp_path):
-    """Images are a path, a list or a list of lists, and no other line's; guidance is the dev recipe's."""
-    a, b = __file__, pytest.__file__
-    images = a, [a, 0, 0.5], None, [[a], [b, 8, 0.25, 10]]
-    lines = read(tmp_path, *({"prompt": "a"} | ({"image": image} if image else {}) for image in images))
-    assert [line.job.images for line in lines] == [
-        (ImageCondition(a),),
-        (ImageCondition(a, 0, 0.5),),
-        (),
-        (ImageCondition(a), ImageCondition(b, 8, 0.25, 10)),
-    ]
-    line = {"prompt": "a", "video_cfg_guidance_scale": 2.0, "audio-stg-blocks": [1, 2], "negative_prompt": "b"}
-    (guided,) = read(tmp_path, line, flags="--recipe dev")
-    assert (guided.job.guidance.video.cfg_scale, guided.job.guidance.audio.stg_blocks) == (2.0, (1, 2))
-    assert guided.job.texts == ("a", "b")
-    with pytest.raises(UserError, match="audio-stg-blocks"):
-        read(tmp_path, line | {"audio-stg-blocks": [True]}, flags="--recipe dev")
-
-
 def test_files_that_are_absent_no_files_or_locked_are_refused_by_their_flags(tmp_path):
     absent, pipe, folder = tmp_path / "absent", tmp_path / "pipe", tmp_path / "folder"
     line = json.dumps({"prompt": "b", "lora": str(absent)})
     assert f"line 2: --lora {absent}: no such file" in refused(tmp_path, f"\n{line}")
-    with pytest.raises(UserError, match="absent: no such file"):
-        read_lines(absent, JOB_OF_LINE, {})
     os.mkfifo(pipe)
-    line = json.dumps({"prompt": "a", "image": str(pipe)})
-    assert f"line 1: --image {pipe}: that is a named pipe, wanted a regular file; pass" in refused(tmp_path, line)
-    with pytest.raises(UserError, match="pipe: that is a named pipe, wanted.*one JSON object"):
-        read_lines(pipe, JOB_OF_LINE, {})
+    for path, problem in (absent, "no such file"), (pipe, "that is a named pipe, wanted.*one JSON object"):
+        with pytest.raises(UserError, match=f"{path.name}: {problem}"):
+            read_lines(path, JOB_OF_LINE, {})
     folder.mkdir()
     with locked(folder):
-        for reads in (
-            lambda: read(tmp_path, {"prompt": "a", "image": str(folder / "a.png")}),
-            lambda: read_lines(folder / "jobs.jsonl", JOB_OF_LINE, {}),
-        ):
-            problem = said_to_an_ordinary_user(reads)
-            assert "you may not read or write it, or not enter its folder\n" in problem
-            assert problem.startswith(("UserError", "NoPermission: --prompts-file"))
+        problem = said_to_an_ordinary_user(lambda: read_lines(folder / "jobs.jsonl", JOB_OF_LINE, {}))
+        assert problem.startswith("NoPermission: --prompts-file")
+        image = {"prompt": "a", "image": str(folder / "a.png")}
+        problem = said_to_an_ordinary_user(lambda: read(tmp_path, image))
+        assert "you may not read or write it, or not enter its folder\n" in problem
 
 
 def sheet(delimiter: str = ",", end: str = "\r\n", rows: tuple = ()) -> str:
@@ -168,6 +150,7 @@ UNREADABLE = {
     ),
     "a key of the command": ('{"prompt": "a", "checkpoint_path": "x"}', "line 1: unknown key 'checkpoint_path'"),
     "no prompt": ('{"seed": 1}', "line 1: --prompt is empty"),
+    "a switch in a list": ('{"prompt": "a", "recipe": "dev", "audio-stg-blocks": [true]}', "--audio-stg-blocks: got"),
     "text as a switch": ('{"prompt": "a", "two_stage": "yes"}', "--two-stage: got 'yes', wanted a valid boolean"),
     "a key twice inside": ('{"prompt": "a", "seed": {"b": 1, "b": 2}}', "line 1: the key 'b' is given twice"),
     "a key in two spellings": ('{"prompt": "a", "fps": 24, "frame_rate": 25}', "'fps' and 'frame_rate' are the same"),

@@ -75,9 +75,6 @@ def test_a_rate_above_30_is_seen_as_60(rate, seen):
     assert old.of(old.stages[0]).motion_speed == 1 and dfr.model_rate(rate, holds=False) == min(rate, 60)
 
 
-# --- latents --------------------------------------------------------------------------------------
-
-
 def clip(values) -> torch.Tensor:
     return torch.tensor([*values], dtype=torch.float32).view(1, 1, -1, 1, 1)
 
@@ -146,9 +143,6 @@ def test_each_stage_upsamples_what_the_one_before_it_made_once():
     for name, (stage, given, clip) in wanted.items():
         ((got, (latent, kind)),) = to_upsample(made, stage, given).items()
         assert (got, kind) == (name, "temporal") and torch.equal(latent, clip)
-
-
-# --- stages ---------------------------------------------------------------------------------------
 
 
 def test_images_stay_at_their_moments():

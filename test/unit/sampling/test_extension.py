@@ -127,9 +127,6 @@ def test_a_window_goes_on_from_those_before_it(seconds):
     assert not video[:, :, extension.known_latents :].any() or extension.before  # left as it was
 
 
-# --- jobs -----------------------------------------------------------------------------------------
-
-
 def test_windows_are_as_long_as_any_clip_or_as_all_that_there_is(clip):
     path = clip(26)
     extended = said("--video-path", path, "--extend", 1.5)

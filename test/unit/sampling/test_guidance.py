@@ -40,7 +40,6 @@ VIDEO_AND_AUDIO = {
 }
 
 
-# --- what is made of the predictions -------------------------------------------------------------
 @cache
 def state():
     """A stage's state with a first frame and a keyframe (appended tokens), both held in part."""
@@ -114,7 +113,6 @@ def test_the_guided_prediction_and_the_next_latents_are_ltx_cores(name):
         assert rel(ours[f"{stream}_latent"], ltx_next(stream, theirs)) < EXACT
 
 
-# --- the passes ----------------------------------------------------------------------------------
 def stg(blocks, scale=1.0) -> StreamGuidance:
     return replace(OFF, stg_scale=scale, stg_blocks=blocks)
 
@@ -140,7 +138,6 @@ def test_what_is_kept_in_each_block_is_ltx_cores_mask():
         assert torch.equal(Guidance(video, audio).keep(name, 4, torch.float32), theirs(*perturbed))
 
 
-# --- which passes a step runs --------------------------------------------------------------------
 @pytest.fixture
 def ranks() -> SimpleNamespace:
     """Keeps what would be uploaded and defined."""
@@ -192,7 +189,6 @@ def test_a_step_that_both_streams_skip_runs_no_pass(ranks, compat):
     assert not compat or ranks.tensors["enabled_always"].all()
 
 
-# --- schedule, defaults, flags -------------------------------------------------------------------
 def test_the_schedule_and_the_skipped_steps_are_ltx_cores():
     from ltx_core.components.schedulers import LTX2Scheduler
 

@@ -1,5 +1,5 @@
-"""Inputs of a job besides its prompt: the graphs they need, and the same job by flags, lines and Python calls.
-What is refused: test_refusals.py."""
+"""What a job takes: the graphs that its inputs need, and the same job by flags, lines and Python calls. What is
+refused: test_refusals.py."""
 
 import json
 import shlex
@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import ROOT
+from fuzz import on_random
 from jobs import make_job, read_voice, replace
 from typed import parsed, said
 
@@ -23,6 +24,7 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.host import encode_inputs
 from ltx_neuron.invocation import command
 from ltx_neuron.job import Job, Size
+from ltx_neuron.models.signatures import NO_VOICE, PASSES
 from ltx_neuron.pipeline import LTXPipeline
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.compat import COMPAT
@@ -36,6 +38,7 @@ from ltx_neuron.sampling.conditions import (
     plain,
 )
 from ltx_neuron.sampling.guidance import DEFAULTS, NEGATIVE_PROMPT, Guidance, StreamGuidance
+from ltx_neuron.sampling.shapes import audio_latent_frames
 from ltx_neuron.service.jobs import job_of
 from ltx_neuron.weights.lora import Lora
 
@@ -48,6 +51,9 @@ LORAS = (Lora(Path(FILE)),)
 REFERRING = dict(size=TWO, references=(REFERENCE,), stage_1_loras=LORAS)
 DEV = dict(size=TWO, recipe="dev")
 DUBBED = dict(size=TWO, dubbing=REFERENCE, reference_sound=ReferenceAudio(FILE, 25), loras=LORAS)
+TREF = 26  # latents of 1 s
+SILENCED = ReferenceAudio(FILE, TREF, identity_scale=0.0)
+VOICED = DEV | dict(reference_sound=ReferenceAudio(FILE, TREF), stage_1_loras=LORAS)
 
 
 def job(size=ONE, **inputs) -> Job:
@@ -64,7 +70,6 @@ DUBBED_IMAGE = dict(dubbing=replace(REFERENCE, strength=0.7), images=(ImageCondi
 # What a job has -> the names of its graphs, stage 1's first: tokens, timesteps, steps and what else differs
 BUCKETS = {
     "a retake": (dict(retake=RETAKE), "v72-a18t2-t2-s8"),
-    "a retake of the sound": (dict(retake=replace(RETAKE, regenerate="audio")), "v72-a18t2-t2-s8"),
     "a guided retake": (dict(retake=RETAKE, recipe="dev"), "v72-a18t2-t2-s64-guided"),
     "images": (dict(size=TWO, images=(FIRST, LATER)), "v24-a18-t3-s8 v96-a18-t3-s8"),
     "guides": (DEV | dict(images=(FIRST, LATER), images_as_guides=True), "v30-a18-t3-s64-guided v120-a18-t3-s8"),
@@ -81,6 +86,9 @@ BUCKETS = {
     "a dubbed clip": (DUBBED, "v36-a43t2-t2-s8 v144-a36-t2-s8"),
     "a dubbed clip of strength 0": (DUBBED | dict(dubbing=WEAK), "v36-a43t2-t2-s8 v144-a36-t2-s8"),
     "a dubbed clip and images": (DUBBED | DUBBED_IMAGE, "v42-a43t2-t3-s8 v168-a36-t3-s8"),
+    "a voice": (VOICED, "v18-a44t2-t1-s64-guided-identity v72-a18-t1-s8"),
+    "a voice of scale 0": (VOICED | dict(size=ONE, reference_sound=SILENCED), "v72-a44t2-t1-s64-guided"),
+    "a voice of the distilled recipe": (VOICED | dict(size=ONE, recipe="distilled"), "v72-a44t2-t1-s8"),
     "stage 1 alone": (dict(size=TWO, skip_stage_2=True), "v18-a18-t1-s8"),
 }
 
@@ -255,27 +263,49 @@ def test_a_video_to_dub_tells_its_length_and_rate_and_its_lora_the_scale(clip, i
     assert encode_inputs.notes(dubbed) == [f"{film}: 25 of 28 frames are used (8k+1)"]
 
 
-def test_lines_take_the_place_of_the_commands_fields_and_their_files_content_counts(tmp_path, clip, ic_lora):
-    def lines(*words, **line):
-        (tmp_path / "jobs.jsonl").write_text(json.dumps({"prompt": "rain"} | line))
-        return read_lines(tmp_path / "jobs.jsonl", flags.job_of_line(parsed(*words)), {})[0]
+def test_a_voices_defaults_are_those_of_id_lora_and_scales_are_flags(voice, ic_lora):
+    made, off = job(**VOICED), job(**VOICED | dict(reference_sound=SILENCED))
+    video, audio = made.resolved_guidance.streams
+    assert video == StreamGuidance(3.0, 1.0, (29,), 3.0) and audio == replace(video, cfg_scale=7.0)
+    assert (made.steps, made.identity_scale, made.passes) == (30, 3.0, (*PASSES, NO_VOICE))
+    assert (off.identity_scale, off.passes) == (0.0, PASSES)
+    assert make_job("rain", recipe="dev").resolved_guidance == DEFAULTS
+    words = "--recipe", "dev", "--reference-audio", voice, "--ic-lora", ic_lora().path
+    scales = "--identity-guidance-scale", 1.5, "--audio-cfg-guidance-scale", 4
+    plain, scaled, hq = (said(*words, *more) for more in ((), scales, ("--sampler", "res_2s", "--two-stage")))
+    for made in (plain, scaled, hq):
+        made.check()
+        assert made.resolved_guidance.video.rescale_scale == 0.0
+    assert plain.reference_sound == ReferenceAudio(voice, TREF) and plain.identity_scale == 3.0
+    audio = scaled.resolved_guidance.audio
+    assert (scaled.identity_scale, audio.cfg_scale, audio.stg_blocks) == (1.5, 4.0, (29,))
+    assert hq.resolved_guidance.audio.rescale_scale == 0.0
+    # A shape needs no LoRA, as its graphs do not depend on one.
+    shape = flags.shape(parsed("--reference-audio", voice, "--identity-guidance-scale", 0, compiles=True), "dev")
+    shape.check_shape()
+    assert not shape.buckets[0].identity
 
-    path = clip(9, 32, 64)
-    words = "--height", 128, "--width", 128, "--num-frames", 9, "--two-stage"
-    plain = make_job("rain", Size(128, 128, 9, two_stage=True))
-    assert lines(*words).job == plain
-    sound = lines(*words, **{"audio_path": FILE, "audio-start-time": 0.5}).job
-    assert sound == replace(plain, sound=SoundCondition(FILE, 0.5))
-    # A file's size takes the place of the command's; of a clip to dub only its length does.
-    retake = lines(*words, video_path=path, start_time=0.1, end_time=0.3).job
+
+def test_a_voice_is_all_of_a_file_or_its_first_seconds_and_noted_if_much_shorter_or_longer_than_the_trainings(voice):
+    assert read_voice(voice) == ReferenceAudio(voice, TREF)
+    assert read_voice(voice, reference_audio_max_duration=0.5) == ReferenceAudio(voice, 13, 0.5)
+    for latents, seconds in ((26, "1.0"), (126, None), (300, "12.0")):
+        notes = encode_inputs.notes(make_job("", reference_sound=ReferenceAudio(voice, latents)))
+        message = f"{voice} gives {seconds} s of sound; its LoRA was trained on about 5 s"
+        assert [message in note for note in notes] == [True] * (seconds is not None)
+
+
+def test_of_a_line_the_size_of_its_file_takes_the_place_of_the_commands(tmp_path, clip, ic_lora):
+    def job_of_line(**line) -> Job:
+        (tmp_path / "jobs.jsonl").write_text(json.dumps({"prompt": "rain"} | line))
+        words = "--height", 128, "--width", 128, "--num-frames", 9, "--two-stage"
+        return read_lines(tmp_path / "jobs.jsonl", flags.job_of_line(parsed(*words)), {})[0].job
+
+    path, lora = clip(9, 32, 64), str(ic_lora().path)
+    retake = job_of_line(video_path=path, start_time=0.1, end_time=0.3)
     assert retake.describe() == make_job("rain", Size(32, 64, 9), retake=Retake(path, 0.1, 0.3)).describe()
-    dubbed = lines(*words, reference_video=clip(17, 32, 64, 25.0), lora=str(ic_lora().path)).job
+    dubbed = job_of_line(reference_video=clip(17, 32, 64, 25.0), lora=lora)  # of a clip to dub its length does
     assert dubbed.size == Size(128, 128, 17, 25.0, two_stage=True)
-    content = tmp_path / "a.wav"
-    content.write_bytes(b"one")
-    before, again = (lines(audio_path=str(content)) for _ in range(2))
-    content.write_bytes(b"two")
-    assert before.digest == again.digest != lines(audio_path=str(content)).digest
 
 
 def test_a_run_depends_on_what_each_of_its_files_holds_and_not_on_where_they_lie(tiny, tmp_path, ic_lora):
@@ -330,7 +360,51 @@ def test_an_image_at_frame_minus_1_is_the_last_frame_of_the_file_not_of_its_tail
     assert tailed.placed[0].frame_index == 16
 
 
-def test_a_number_of_numpy_is_taken_and_an_array_of_one_is_not():
-    assert type(plain(np.float32(0.5))) is float
+def test_whole_numbers_of_numpy_paths_and_all_defaults_are_right_in_python():
+    image = ImageCondition(ROOT / "README.md", np.int64(8), np.float32(0.5), np.uint8(3))
+    numbers = {"height": np.int64(64), "num_frames": np.int32(9), "seed": np.uint64(3), "frame_rate": np.float32(24)}
+    for fields in ({}, {"frame_rate": 24}, numbers | {"image": (image,)}):
+        made = Job.validated({"prompt": "rain"} | fields, strict=True)
+        made.check()
+    (held,) = made.image
+    assert (held.frame_index, held.strength, held.crf) == (8, 0.5, 3) and type(plain(np.float32(0.5))) is float
     with pytest.raises(ValueError, match="wanted text or a number"):
         plain(np.ones(1))
+
+
+def test_a_legal_size_is_taken_whatever_else_is_left_to_its_default():
+    """No bound that follows from one field, such as a clip's frames, refuses another's default."""
+
+    def taken(chance) -> None:
+        recipe, stages = chance.choice(("distilled", "dev")), chance.choice((1, 2))
+        rate = chance.choice((1, 12.5, 24, 25, 30000 / 1001, 60))
+        frames = 8 * chance.choice((0, 1, 2, chance.randrange(200))) + 1
+        fields = {"num_frames": frames, "frame_rate": rate, "recipe": recipe, "two_stage": stages == 2}
+        if recipe == "dev" and stages == 1 and chance.random() < 0.2:
+            fields["sound_only"] = True
+        else:
+            fields |= {side: 32 * stages * chance.randint(1, 40) for side in ("height", "width")}
+            fields |= {"tail_frames": 8 * chance.randrange(20)} if chance.random() < 0.3 else {}
+            fields |= {"upscale": "both"} if stages == 1 and chance.random() < 0.3 else {}
+        fields |= {"sampler": "res_2s"} if stages == 2 and recipe == "dev" and frames % 16 == 1 else {}
+        fields |= {"nag_scale": 11.0} if recipe == "distilled" and chance.random() < 0.3 else {}
+        if audio_latent_frames(frames, rate):  # as every clip from 0.02 s on has
+            made = Job.validated({"prompt": "rain"} | fields)
+            made.check()
+            assert made.output_size.num_frames == frames and made.buckets
+
+    on_random(taken)
+
+
+def test_the_upsampler_of_one_and_a_half_makes_stage_1_two_thirds_of_the_size():
+    size = Size(96, 192, 9, two_stage=True, spatial_scale=1.5)
+    size.check()
+    made = make_job("rain", size)
+    assert size.first == Size(64, 128, 9)
+    assert made.scaled(1.5) is made and made.scaled(2.0).size == Size(96, 192, 9, two_stage=True)
+    assert [(stage.height, stage.width) for stage in made.stages] == [(64, 128), (96, 192)]
+    assert (made.height, made.two_stage) == (96, True)
+    assert made.describe()["spatial_scale"] == 1.5
+    assert "spatial_scale" not in make_job("rain", Size(two_stage=True)).describe()
+    with pytest.raises(UserError, match="height 512 is not a multiple of 96 .* 1.5 .*nearest valid: 480 or 576"):
+        Size(512, 768, 9, two_stage=True, spatial_scale=1.5).check()

@@ -51,9 +51,6 @@ def test_a_stage_equals_upstreams(blocks_per_graph):
         assert rel(tensors[name], tensor) < BOUND, name
 
 
-# --- which sampler, which tokens ------------------------------------------------------------------
-
-
 EARLIER = "ltx-pipelines-1.2.0"
 SOUND, CLIP = SoundCondition("sound.wav"), ReferenceVideo("clip.mp4", 1.0, 17)
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import BF16_ROUNDING, FP32_ROUNDING, STREAMS, one_thread, randn, rel  # noqa: F401
+from helpers import FP32_ROUNDING, STREAMS, one_thread, randn, rel  # noqa: F401
 from jobs import make_job, replace
 
 from ltx_neuron.backends.ranks import NotFiniteError
@@ -143,8 +143,6 @@ def test_ranks_that_differ_and_predictions_that_are_not_finite_are_errors():
     with pytest.raises(RunError, match=r"after step 2 of 3 of stage 2 \(sigma 0.725 to 0.4219\)"):
         run.step(1)
 
-
-# --- jobs -----------------------------------------------------------------------------------------
 
 HQ = make_job("a", Size(128, 192, 17, 24.0, two_stage=True), recipe="dev", sampler="res_2s")
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import ltx_model, made_config, one_thread, save_weights  # noqa: F401
+from helpers import made_config, one_thread, save_weights  # noqa: F401
 from steps import AUDIO_TOKENS, SHAPE
 from tiny.config import TinySizes
 
@@ -27,9 +27,6 @@ from ltx_neuron.weights import sharding
 STEPS = 3
 ALONE = Bucket(0, AUDIO_TOKENS, 1, STEPS, guided=True)
 JOINT = Bucket(SHAPE[0] * SHAPE[1] * SHAPE[2], AUDIO_TOKENS, 1, STEPS, guided=True)
-
-
-# --- graphs and a stage ---------------------------------------------------------------------------
 
 
 def test_its_graphs_use_the_weights_of_the_audio_and_no_field_of_the_video():
@@ -60,9 +57,6 @@ def test_ranks_load_a_part_of_the_weights_and_later_the_rest_once(tmp_path):
     replaced = load("second", part)
     assert replaced.keys() == whole.keys() and len(rank.weights) == 1
     assert all(tensor.sum() == 8 for tensor in replaced.values())
-
-
-# --- jobs -----------------------------------------------------------------------------------------
 
 
 def test_any_number_of_frames_gives_the_length_and_the_passes_are_the_sounds():
