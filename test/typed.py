@@ -34,9 +34,9 @@ def parser_of(words: list[str], parses: bool = False) -> Parser:
     def stop(parser, *arguments):
         if parses:
             parse(parser, *arguments)
-        raise StopIteration(parser)  # out of the command's main
+        raise LookupError(parser)  # out of the command's main
 
-    with mock.patch.object(Parser, "parse_args", stop), pytest.raises(StopIteration) as stopped:
+    with mock.patch.object(Parser, "parse_args", stop), pytest.raises(LookupError) as stopped:
         dispatch(words)
     return stopped.value.args[0]
 

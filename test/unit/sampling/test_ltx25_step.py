@@ -1,5 +1,4 @@
-"""Stage 1 of LTX-2.5's distilled recipe: marked keyframes, the ancestral sampler, generated
-keyframes."""
+"""Stage 1 of LTX-2.5's distilled recipe: marked keyframes, the ancestral sampler, generated keyframes."""
 
 import pytest
 import torch
@@ -15,22 +14,14 @@ from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.job import Job, Size
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import dit_program
-from ltx_neuron.sampling import latents
+from ltx_neuron.sampling import conditions, latents
 from ltx_neuron.sampling.compat import COMPAT
-from ltx_neuron.sampling.conditions import (
-    AttentionMask,
-    ImageCondition,
-    ReferenceAudio,
-    ReferenceVideo,
-    Retake,
-    SoundCondition,
-)
+from ltx_neuron.sampling.conditions import ImageCondition, ReferenceAudio, ReferenceVideo, Retake, SoundCondition
 from ltx_neuron.sampling.latent_state import initial_states
 from ltx_neuron.sampling.latents import between_keyframes
 from ltx_neuron.sampling.spec import LoraFile
 
-# Latents after step 1 and after all, by ltx-core and ltx-pipelines 1.2.0 on the same weights,
-# images and contexts (fp32).
+# Latents after step 1 and after all, by ltx-core and ltx-pipelines 1.2.0 on the same weights, images, contexts (fp32)
 GOLDEN = ROOT / "test/golden/ltx25_stage_1.safetensors"
 BOUND = 1e-6
 LTX_2_3, LTX_2_5 = RELEASES
@@ -78,32 +69,28 @@ def test_both_distilled_stages_of_a_release_use_its_sampler():
     assert [stage.noise for stage in job().stages] == [(10_000, 1.0), (20_000, 1.0)]
 
 
-@pytest.mark.parametrize(
-    "inputs",
-    [
-        {"sound": SOUND},
-        {"retake": Retake("film.mp4", 0.0, 0.3), "size": Size(128, 192, 17)},
-        {"references": (CLIP,)},
-        {"reference_sound": ReferenceAudio("voice.wav", 8)},
-    ],
-)
-def test_other_inputs_than_images_are_sampled_without_noise_as_upstream_does(inputs):
-    assert {*samplers(job(**inputs))} == {"euler"} and {*samplers(job(images=IMAGES))} == {"ancestral"}
+def test_other_inputs_than_images_are_sampled_without_noise_as_upstream_does():
+    retake = {"retake": Retake("film.mp4", 0.0, 0.3), "size": Size(128, 192, 17)}
+    voice = {"reference_sound": ReferenceAudio("voice.wav", 8)}
+    for inputs in ({"sound": SOUND}, {"references": (CLIP,)}, voice, retake):
+        assert {*samplers(job(**inputs))} == {"euler"}
+    assert {*samplers(job(images=IMAGES))} == {"ancestral"}
 
 
-@pytest.mark.parametrize(
-    ("changes", "frozen", "decoded"),
-    {
-        "guided": ({}, True, 1),
-        "guided, as of 1.2.0": ({"compat": EARLIER}, False, 1),
-        "guided, as of 1.0.0": ({"compat": "ltx-core-1.0.0"}, False, 2),
-        "distilled": ({"recipe": "distilled"}, False, 2),
-        "HQ": ({"sampler": "res_2s"}, False, 1),
-        "images as guides": ({"images_as_guides": True}, False, 2),
-        "references": ({"references": (CLIP,)}, False, 1),
-        "an input sound": ({"sound": SOUND, "compat": EARLIER}, True, 1),
-    }.values(),
-)
+# What a job of the dev recipe has -> whether stage 2 keeps the sound of stage 1, and the stage whose sound is decoded
+SOUNDS = [
+    ({}, True, 1),
+    ({"compat": EARLIER}, False, 1),
+    ({"compat": "ltx-core-1.0.0"}, False, 2),
+    ({"recipe": "distilled"}, False, 2),
+    ({"sampler": "res_2s"}, False, 1),
+    ({"images_as_guides": True}, False, 2),
+    ({"references": (CLIP,)}, False, 1),
+    ({"sound": SOUND, "compat": EARLIER}, True, 1),
+]
+
+
+@pytest.mark.parametrize(("changes", "frozen", "decoded"), SOUNDS)
 def test_stage_2_of_the_guided_recipe_keeps_the_sound_of_stage_1_which_is_decoded(changes, frozen, decoded):
     made = replace(job(None, recipe="dev"), **changes)
     assert made.freezes_sound(True) is frozen and made.freezes_sound(False) is bool(made.sound)
@@ -142,7 +129,7 @@ def test_keyframes_are_generated_beside_references_and_a_mask_behind_them_but_no
     plain = job(None, num_generated_keyframes=2)
     tokens = [[x.bucket(stage).video_tokens for stage in x.stages] for x in (plain, replace(plain, compat=EARLIER))]
     assert tokens == [[(3 + 2) * 6, (3 + 2) * 24], [(3 + 2) * 6, 3 * 24]]
-    made = job(None, num_generated_keyframes=2, references=(CLIP,), attention_mask=AttentionMask("mask.mp4"))
+    made = job(None, num_generated_keyframes=2, references=(CLIP,), attention_mask=conditions.AttentionMask("mask.mp4"))
     made.replaced(ic_lora=(LoraFile("ic"),)).check_rules()
     tensors = {"reference_latent": randn(1, 128, 3, 2, 3), "reference_attention": torch.ones(1, 18)}
     start = latents.zeros(64, 96, 17, 25.0, torch.float32)
