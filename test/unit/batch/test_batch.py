@@ -43,7 +43,7 @@ def refused(folder, content: str | bytes) -> str:
     return str(error.value)
 
 
-COMMAND = "--recipe dev --height 64 --width 96 --num-frames 9 --seed 3"
+COMMAND = "--recipe dev --height 64 --width 192 --num-frames 9 --seed 3"
 A, B = __file__, pytest.__file__
 # A line -> the flags that make the same job
 LINES = [

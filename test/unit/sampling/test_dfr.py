@@ -54,7 +54,7 @@ def test_the_windows_of_a_round_own_its_latents_once_and_begin_on_keyframes(hold
         # Every second keyframe is made here, in the middle between two given ones.
         seams, known = {*range(2 * half, last + 1, 2 * half)}, set()
         for w in mine:
-            given, made = ({w.start + frame for frame in frames} for frames in (w.given, w.generated))
+            given, made = ({w.start + frame for frame in numbers} for numbers in (w.given, w.generated))
             assert given <= seams and made <= {x - half for x in seams}
             assert not w.number or w.start in seams | known | {0}
             if holds:  # it starts on the newest keyframe, and needs none that it holds

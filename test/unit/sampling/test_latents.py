@@ -27,14 +27,14 @@ BLEND = 2 * 4 * 5 * FP32_ROUNDING
 SHOWS = 0.1  # noise and latents have unit size: another blend is this far off somewhere
 
 
-def tools(stream="video", shape=SHAPE, fps=FPS):
-    """ltx-core's of a video, or of a sound of AUDIO_FRAMES."""
+def tools(stream="video", shape=SHAPE, fps=FPS, frames=AUDIO_FRAMES):
+    """ltx-core's of a video, or of a sound of so many latents."""
     from ltx_core.components.patchifiers import AudioPatchifier, VideoLatentPatchifier
     from ltx_core.tools import AudioLatentTools, VideoLatentTools
     from ltx_core.types import AudioLatentShape, VideoLatentShape
 
     if stream == "audio":
-        return AudioLatentTools(AudioPatchifier(1), AudioLatentShape(1, 8, AUDIO_FRAMES, 16))
+        return AudioLatentTools(AudioPatchifier(1), AudioLatentShape(1, 8, frames, 16))
     return VideoLatentTools(VideoLatentPatchifier(1), VideoLatentShape(1, 128, *shape), fps)
 
 
@@ -79,22 +79,14 @@ def test_video_positions_and_patches_are_ltx_cores_and_keyframes_behind_them_are
         assert torch.equal(latents.unpatchify_video(torch.cat([tokens, appended], dim=1), shape), latent)
 
 
-def test_the_first_latent_frame_is_one_frame_and_every_other_is_eight():
-    seconds = video_positions((4, 1, 1), 24.0)[0, 0]
-    assert furthest(seconds, torch.tensor([0.5, 5, 13, 21]) / 24) < SECONDS
-
-
 @pytest.mark.parametrize("frames", [1, 26, 251])
 def test_audio_positions_and_patches_are_ltx_cores(frames):
-    from ltx_core.components.patchifiers import AudioPatchifier
-    from ltx_core.types import AudioLatentShape
-
-    patchifier, shape = AudioPatchifier(1), AudioLatentShape(1, 8, frames, 16)
-    positions, latent = latents.audio_positions(frames), randn(*shape.to_torch_shape())
+    theirs, positions, latent = tools("audio", frames=frames), latents.audio_positions(frames), randn(1, 8, frames, 16)
     assert positions.dtype == torch.float32
-    assert torch.equal(positions, middles(patchifier.get_patch_grid_bounds(shape)))
+    assert torch.equal(positions, middles(theirs.patchifier.get_patch_grid_bounds(theirs.target_shape)))
     tokens = patchify_audio(latent)
-    assert torch.equal(tokens, patchifier.patchify(latent)) and torch.equal(latents.unpatchify_audio(tokens), latent)
+    assert torch.equal(tokens, theirs.patchifier.patchify(latent))
+    assert torch.equal(latents.unpatchify_audio(tokens), latent)
 
 
 @pytest.mark.parametrize(("frame", "fps"), [(8, 24.0), (40, 25.0), (119, 23.976)])
