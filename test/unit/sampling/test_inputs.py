@@ -15,7 +15,6 @@ from typed import parsed, said
 
 from ltx_neuron import flags
 from ltx_neuron.artifacts.workspace import Workspace
-from ltx_neuron.batch import read_lines
 from ltx_neuron.config.profiles import resolve
 from ltx_neuron.engine.outputs import run_identity
 from ltx_neuron.engine.preflight import RunOptions
@@ -60,8 +59,6 @@ def job(size=ONE, **inputs) -> Job:
     return make_job("rain", size, **inputs)
 
 
-# --- graphs ---------------------------------------------------------------------------------------
-
 # Stage 1 of WIDE: 2 x 4 latents, 3 frames; a reference of every second frame: frames 0, 1, 3, .. 15
 WIDE = REFERRING | dict(size=Size(128, 256, 17, two_stage=True))
 HALF, SLOW, WEAK = replace(REFERENCE, space_scale=2), replace(REFERENCE, time_scale=2), replace(REFERENCE, strength=0.0)
@@ -71,6 +68,8 @@ DUBBED_IMAGE = dict(dubbing=replace(REFERENCE, strength=0.7), images=(ImageCondi
 BUCKETS = {
     "a retake": (dict(retake=RETAKE), "v72-a18t2-t2-s8"),
     "a guided retake": (dict(retake=RETAKE, recipe="dev"), "v72-a18t2-t2-s64-guided"),
+    "a sound": (dict(size=TWO, sound=SOUND), "v18-a18-t1-s8 v72-a18-t1-s8"),
+    "a sound and an image, guided": (DEV | dict(sound=SOUND, images=(FIRST,)), "v18-a18-t2-s64-guided v72-a18-t2-s8"),
     "images": (dict(size=TWO, images=(FIRST, LATER)), "v24-a18-t3-s8 v96-a18-t3-s8"),
     "guides": (DEV | dict(images=(FIRST, LATER), images_as_guides=True), "v30-a18-t3-s64-guided v120-a18-t3-s8"),
     "references": (REFERRING | dict(references=(REFERENCE, SHORT)), "v48-a18-t3-s8 v72-a18-t1-s8"),
@@ -103,16 +102,6 @@ def test_a_job_needs_the_graphs_of_its_inputs(inputs, names):
         assert [b.timesteps for b in made.buckets_to_compile] == [1, 2] * len(made.stages)
 
 
-def test_a_sound_needs_the_graphs_of_text_and_images_alone_and_is_not_guided():
-    for size, recipe in ((ONE, "distilled"), (TWO, "distilled"), (ONE, "dev"), (TWO, "dev")):
-        for images in ((), (FIRST,)):
-            plain = job(size, images=images, recipe=recipe)
-            with_sound = replace(plain, sound=SOUND)
-            assert with_sound.buckets == plain.buckets
-            assert with_sound.buckets_to_compile == plain.buckets_to_compile
-    assert job(**DEV, sound=SOUND).resolved_guidance == Guidance(DEFAULTS.video, StreamGuidance())
-
-
 def test_stages_steps_and_prompts_are_those_of_the_jobs_kind():
     nag = job(nag_scale=11.0)
     assert nag.texts == ("rain", NEGATIVE_PROMPT) and replace(nag, negative_prompt="").texts == ("rain", "")
@@ -123,10 +112,10 @@ def test_stages_steps_and_prompts_are_those_of_the_jobs_kind():
     assert half.stages == whole.stages[:1]
     assert (half.upsamplers, whole.upsamplers) == ({}, {"spatial": "--two-stage"})
     assert (half.latent_shape, whole.latent_shape) == ((3, 2, 3), (3, 4, 6))
-    kinds = job(**DEV), job(recipe="dev", retake=RETAKE), job(**DEV, sampler="res_2s")
-    assert [kind.steps for kind in kinds] == [30, 40, 15]
-    assert [replace(kind, num_inference_steps=7).steps for kind in kinds] == [7, 7, 7]
+    for steps, kind in (30, job(**DEV)), (40, job(recipe="dev", retake=RETAKE)), (15, job(**DEV, sampler="res_2s")):
+        assert (kind.steps, replace(kind, num_inference_steps=7).steps) == (steps, 7)
     assert job(retake=RETAKE).steps == 8
+    assert job(**DEV, sound=SOUND).resolved_guidance == Guidance(DEFAULTS.video, StreamGuidance())
 
 
 def test_what_can_be_made_is_not_refused():
@@ -145,8 +134,6 @@ def test_what_can_be_made_is_not_refused():
         job(**inputs).check()
     make_job("", ONE).check_shape()
 
-
-# --- one job of each kind -------------------------------------------------------------------------
 
 LORA = str(ROOT / "test/demo_upscaler.safetensors")  # any file of weights
 SMALL, SQUARE = "--height 128 --width 192 --num-frames 9", "--height 128 --width 128 --two-stage"
@@ -236,9 +223,6 @@ def test_missing_graphs_are_refused_with_the_command_that_compiles_them(typed, t
     assert not {"--start-time", "--audio-start-time", "--regenerate", "--sampler"} & {*words}
 
 
-# --- what a file tells ----------------------------------------------------------------------------
-
-
 def test_a_retake_and_a_reference_have_the_sizes_of_their_files(clip, ic_lora):
     path = clip(9, 32, 64, 25.0)
     assert said("--video-path", path, "0.1", "0.2").size == Size(32, 64, 9, 25.0)
@@ -295,16 +279,12 @@ def test_a_voice_is_all_of_a_file_or_its_first_seconds_and_noted_if_much_shorter
         assert [message in note for note in notes] == [True] * (seconds is not None)
 
 
-def test_of_a_line_the_size_of_its_file_takes_the_place_of_the_commands(tmp_path, clip, ic_lora):
-    def job_of_line(**line) -> Job:
-        (tmp_path / "jobs.jsonl").write_text(json.dumps({"prompt": "rain"} | line))
-        words = "--height", 128, "--width", 128, "--num-frames", 9, "--two-stage"
-        return read_lines(tmp_path / "jobs.jsonl", flags.job_of_line(parsed(*words)), {})[0].job
-
-    path, lora = clip(9, 32, 64), str(ic_lora().path)
-    retake = job_of_line(video_path=path, start_time=0.1, end_time=0.3)
+def test_of_a_line_the_size_of_its_file_takes_the_place_of_the_commands(clip, ic_lora):
+    words = "--height", 128, "--width", 128, "--num-frames", 9, "--two-stage"
+    job_of_line, path, lora = flags.job_of_line(parsed(*words)), clip(9, 32, 64), str(ic_lora().path)
+    retake = job_of_line({"prompt": "rain", "video_path": path, "start_time": 0.1, "end_time": 0.3})
     assert retake.describe() == make_job("rain", Size(32, 64, 9), retake=Retake(path, 0.1, 0.3)).describe()
-    dubbed = job_of_line(reference_video=clip(17, 32, 64, 25.0), lora=lora)  # of a clip to dub its length does
+    dubbed = job_of_line({"reference_video": clip(17, 32, 64, 25.0), "lora": lora})  # the length of a clip to dub
     assert dubbed.size == Size(128, 128, 17, 25.0, two_stage=True)
 
 
@@ -334,8 +314,6 @@ def test_a_run_depends_on_what_each_of_its_files_holds_and_not_on_where_they_lie
     named = Engine(opened, Recorder()).preflight.files_read([job(sound=SOUND), job(retake=RETAKE)])
     assert named[f"--audio-path {FILE}"] == Path(FILE) == named[f"--video-path {FILE}"]
 
-
-# --- calls that are refused -----------------------------------------------------------------------
 
 CALLS = {
     "unknown 'video_path'; did you mean video?": dict(video_path="x"),

@@ -28,30 +28,26 @@ from ltx_neuron.service.jobs import public
 
 FILE = __file__
 
-# --- the rules ------------------------------------------------------------------------------------
-
 # A value of each field of a rule that is not its default.
-VALUES = {
-    **{name: 2 for name in GuidanceFields.model_fields if name.endswith(("scale", "step"))},
-    **dict.fromkeys(("video_stg_blocks", "audio_stg_blocks"), (1,)),
-    **dict.fromkeys(("audio_path", "video_path", "upscale_video", "reference_video", "reference_audio"), FILE),
-    **dict.fromkeys(("video_conditioning", "conditioning_attention_mask"), ((FILE, 1.0),)),
-    **dict.fromkeys(("lora", "ic_lora", "distilled_lora", "detailing_lora"), ((FILE,),)),
-    **dict.fromkeys(("two_stage", "sound_only", "skip_stage_2", "stage_2_ic_lora", "tile"), True),
-    **dict.fromkeys(("images_as_guides", "dfr", "decode_with_keyframes", "chunked"), True),
-    **dict.fromkeys(("height", "width", "tile_height", "tile_width"), 64),
-    **dict.fromkeys(("audio_start_time", "start_time", "end_time"), 0.0),
-    **dict.fromkeys(("audio_max_duration", "extend", "reference_audio_max_duration"), 1.0),
-    **dict.fromkeys(("num_generated_keyframes", "temporal_upsample_rounds"), 1),
-    **dict.fromkeys(("distilled_lora_strength_stage_1", "distilled_lora_strength_stage_2"), 0.3),
-    **{"image": [[FILE]], "audio_bed": -50.0, "regenerate": "video", "nag_scale": 11.0},
-    **{"nag_alpha": 0.5, "nag_tau": 5.0, "num_frames": 9, "frame_rate": 25.0, "upscale": "both"},
-    **{"auto_duration": (1, 2), "negative_prompt": "grey", "motion_speed": 0.5, "tail_frames": 8},
-    **{"identity_guidance_scale": 2.0, "reference_strength": 0.5, "keyframe_strength": 0.5},
-    **dict.fromkeys(("high_quality", "no_keyframes", "alpha_gen"), True),
-    **{"text_embeddings": FILE, "input_colorspace": "acescg", "exr_colorspace": "acescct"},
-    **{"prompt": "a fox", "prompts": ["b", "c"]},
-}
+FIELDS = [
+    (True, "two_stage sound_only skip_stage_2 stage_2_ic_lora tile images_as_guides dfr decode_with_keyframes chunked"),
+    (True, "high_quality no_keyframes alpha_gen"),
+    (FILE, "audio_path video_path upscale_video reference_video reference_audio text_embeddings"),
+    (((FILE, 1.0),), "video_conditioning conditioning_attention_mask"),
+    (((FILE,),), "image lora ic_lora distilled_lora detailing_lora"),
+    (0.0, "audio_start_time start_time end_time"),
+    (0.5, "nag_alpha motion_speed reference_strength keyframe_strength"),
+    (0.5, "distilled_lora_strength_stage_1 distilled_lora_strength_stage_2"),
+    (1.0, "audio_max_duration extend reference_audio_max_duration"),
+    (1, "num_generated_keyframes temporal_upsample_rounds"),
+    (2, " ".join(name for name in GuidanceFields.model_fields if name.endswith(("scale", "step")))),
+    (64, "height width tile_height tile_width"),
+]
+VALUES = {name: value for value, names in FIELDS for name in names.split()}
+VALUES |= {"video_stg_blocks": (1,), "audio_stg_blocks": (1,), "auto_duration": (1, 2), "num_frames": 9}
+VALUES |= {"frame_rate": 25.0, "tail_frames": 8, "audio_bed": -50.0, "nag_scale": 11.0, "nag_tau": 5.0}
+VALUES |= {"regenerate": "video", "upscale": "both", "input_colorspace": "acescg", "exr_colorspace": "acescct"}
+VALUES |= {"identity_guidance_scale": 2.0, "negative_prompt": "grey", "prompt": "a fox", "prompts": ["b", "c"]}
 
 
 def values_of(*terms: str) -> dict:
@@ -98,8 +94,6 @@ def test_a_rule_refuses_a_field_without_what_it_needs_and_with_what_it_excludes(
         if len(rule.fields.split()) == 1 and not job.holds(field):
             rule.check(job.holds)
 
-
-# --- the messages ---------------------------------------------------------------------------------
 
 # A command line -> parts of its message
 REFUSALS = r"""
@@ -298,8 +292,6 @@ def test_a_job_is_refused_with_what_to_type(way, typed, message, folder, monkeyp
     for part in message.split(" | "):
         assert (with_field_names(part) if way is by_request else part) in printed
 
-
-# --- Python ---------------------------------------------------------------------------------------
 
 TYPES = {
     "--height: got '64', wanted a valid integer": dict(height="64"),
