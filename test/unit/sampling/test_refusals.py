@@ -101,9 +101,12 @@ REFUSALS = r"""
 --auto-duration 2 1 -> --auto-duration 2 1: wanted MIN_SECONDS MAX_SECONDS, the smaller number first
 --image image.png 0 1.5 -> --image image.png: strength '1.5', wanted at most 1; type --image PATH [FRAME_IDX [STRENGTH
 --image image.png --image b.png 0 nan -> --image b.png: strength 'nan', wanted a finite number; type --image PATH
+--image image.png 0 1 52 -> --image image.png: crf '52', wanted at most 51; type --image PATH
 --image image.png 0 1 33 5 -> --image image.png: got '5', unexpected
+--lora a --lora b nan -> --lora b: strength 'nan', wanted a finite number; type --lora PATH [STRENGTH]
 --ic-lora ic much -> ic: strength 'much', wanted a valid number; type --ic-lora PATH [STRENGTH]
 --ic-lora lora --video-conditioning film.mp4 -> --video-conditioning film.mp4: got ['film.mp4'], field required; type
+--ic-lora lora --video-conditioning film.mp4 -1 -> --video-conditioning film.mp4: strength '-1', wanted at least 0
 --conditioning-attention-mask film.mp4 1.5 -> --conditioning-attention-mask film.mp4: strength '1.5', wanted at most 1
 # what every job needs
 --prompt '' -> --prompt is empty; type for example --prompt 'a golden retriever runs across a meadow'
