@@ -1,5 +1,4 @@
-"""Guidance is ltx-core's: predictions of the passes, what is made of them, the schedule; each trap
-beside the right formula."""
+"""Guidance is ltx-core's: the predictions of the passes, what is made of them, and the schedule."""
 
 import dataclasses
 from functools import cache
