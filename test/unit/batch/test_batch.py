@@ -229,22 +229,18 @@ def recorded(folder) -> list[dict]:
     return json.loads((folder / "out" / RESULTS).read_text())["lines"]
 
 
-def test_every_line_is_run_and_recorded_in_the_files_order_whatever_order_jobs_finish_in(tmp_path):
-    entries, ran = run(prompts(tmp_path, "a b c"), tmp_path, last=("a",))
-    assert ran == ["b", "c", "a"] and recorded(tmp_path) == entries
-    told = [(entry["line"], entry["prompt"], entry["status"], entry["output"]) for entry in entries]
-    assert told == [(n, prompt, "done", f"000{n}.mp4") for n, prompt in enumerate("abc", 1)]
-    assert [(tmp_path / "out" / entry["output"]).read_text() for entry in entries] == ["a", "b", "c"]
-
-
-def test_a_line_that_fails_is_recorded_and_the_others_go_on_and_it_alone_runs_again(tmp_path, capsys):
-    lines = prompts(tmp_path, "unwritable b c")
-    entries, ran = run(lines, tmp_path, fails=("b",))
-    assert ran == ["unwritable", "b", "c"] and [entry["status"] for entry in entries] == ["failed", "failed", "done"]
-    assert [entry.get("error") for entry in entries] == ["OSError: disk full", "ValueError: it broke", None]
-    assert "output" not in entries[1] and "line 2 failed: it broke" in capsys.readouterr().out
+def test_every_line_is_recorded_in_the_files_order_and_those_that_failed_alone_run_again(tmp_path, capsys):
+    lines = prompts(tmp_path, "unwritable b c d")
+    entries, ran = run(lines, tmp_path, fails=("b",), last=("c",))
+    assert ran == ["unwritable", "b", "d", "c"] and recorded(tmp_path) == entries
+    assert [(entry["line"], entry["prompt"]) for entry in entries] == [(1, "unwritable"), (2, "b"), (3, "c"), (4, "d")]
+    assert [entry["status"] for entry in entries] == ["failed", "failed", "done", "done"]
+    assert [entry.get("error") for entry in entries[:3]] == ["OSError: disk full", "ValueError: it broke", None]
+    assert [entry.get("output") for entry in entries] == [None, None, "0003.mp4", "0004.mp4"]
+    assert [(tmp_path / "out" / entry["output"]).read_text() for entry in entries[2:]] == ["c", "d"]
+    assert "line 2 failed: it broke" in capsys.readouterr().out
     entries, ran = run(lines, tmp_path)
-    assert ran == ["unwritable", "b"] and [entry["status"] for entry in entries] == ["failed", "done", "done"]
+    assert ran == ["unwritable", "b"] and [entry["status"] for entry in entries] == ["failed", "done", "done", "done"]
 
 
 def test_what_was_done_before_a_kill_is_not_run_again_but_where_its_video_is_gone(tmp_path, capsys):
