@@ -55,7 +55,8 @@ def hub_of(command_lines: dict[str, list[list[str]]], tiny, split, folder) -> Hu
         files = repositories.setdefault(repository, {"README.md": tiny.image})
         for version, scale in FILES.get(short, {"0.9": None}).items():
             name = f"ltx-{short.lower()}-{version}.safetensors"
-            save_file(loras[release], folder / name, {"reference_downscale_factor": str(scale)} if scale else None)
+            scales = {"reference_downscale_factor": str(scale)} if scale else {}
+            save_file(loras[release], folder / name, {"name": name} | scales)  # no two have the same content
             files[name] = folder / name
     names = RELEASE_FILES[f"{OWNER}LTX-2.3"]
     kinds = {"distilled": tiny.checkpoint, "dev": tiny.checkpoint, "lora": tiny.lora, "spatial": tiny.spatial_upsampler}
