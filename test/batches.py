@@ -38,12 +38,11 @@ def prepared(scripts, tiny):
 
 
 def flags_of(tiny, folder: Path) -> dict:
-    """The flags of the batch in a folder, with its prompts file written; it takes no prompts that
-    other tests encoded."""
+    """The flags of the batch in a folder, with its prompts file written."""
     folder.mkdir(exist_ok=True)
     file = folder / "jobs.jsonl"
     file.write_text("\n".join(json.dumps(line, ensure_ascii=False) for line in lines(tiny)) + "\n\n")
-    flags = dict(neuron_gemma=True, no_prompt_cache=True, prompts_file=file)
+    flags = dict(neuron_gemma=True, prompts_file=file, no_prompt_cache=True)  # others may have encoded its prompts
     return flags | dict(output_dir=folder / "out", perf_dump_path=folder / "perf.json")
 
 
@@ -68,9 +67,8 @@ def opened(setup, tiny, profile_set: tuple[str, ...] = (), **more) -> LTXPipelin
 
 
 def children() -> set[int]:
-    """Processes that this one started, but for the two that multiprocessing keeps: they hold no
-    model and no device. Ranks may be forked from one of them, and then look like it, one generation
-    down."""
+    """Processes that this one started, but for the two that multiprocessing keeps: they hold no model and no device.
+    Ranks may be forked from one of them, and then look like it, one generation down."""
     pids, kept = set(), re.compile("multiprocessing.(resource_tracker|forkserver) ")
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):

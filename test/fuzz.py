@@ -7,8 +7,7 @@ from hypothesis import HealthCheck, given, settings, strategies
 
 
 class _Drawn(Random):
-    """Chance that hypothesis draws, and makes simple where an example fails. Unlike that of its own
-    `randoms`, numbers are as likely as Random's: an eighth is below an eighth."""
+    """Chance that hypothesis draws, and makes simple. Numbers are as likely as Random's, unlike those of `randoms`."""
 
     def __init__(self, data):
         super().__init__(0)
@@ -37,6 +36,5 @@ def on_random(check: Callable[[Random], None]) -> None:
 
 
 def times(few: int, many: int) -> int:
-    """How often to try what no strategy draws, such as a kill at any moment: `many` where the
-    profile has more examples than hypothesis itself would draw."""
+    """How often to try what no strategy draws, such as a kill at any moment: `many` in the large profile."""
     return many if settings().max_examples > 100 else few

@@ -3,18 +3,16 @@
 import dataclasses
 from typing import Any
 
-from ltx_neuron.job import Job
+from ltx_neuron.job import LORA_FIELDS, Job
 from ltx_neuron.sampling.conditions import ReferenceAudio, WeightedFile
-from ltx_neuron.sampling.inputs import Media
+from ltx_neuron.sampling.inputs import _DESCRIBED, Media
 from ltx_neuron.sampling.rules import GUIDANCE
 from ltx_neuron.sampling.size import Size
-from ltx_neuron.sampling.spec import LoraFile
+from ltx_neuron.sampling.spec import SIZES, LoraFile
 
-_INPUTS = (
-    *("size", "images", "sound", "retake", "references", "attention_mask", "reference_sound"),
-    *("dubbing", "guidance", "loras", "stage_1_loras", "stage_2_loras", "detailing_loras"),
-    "detailing_scale",
-)
+_INPUTS = ("size", *_DESCRIBED, *LORA_FIELDS)
+# Fields that these are made of
+_OF_INPUTS = {*SIZES, "spatial_scale", *" ".join(_DESCRIBED.values()).split()}
 
 
 def make_job(prompt: str = "", size: Size | None = None, seed: int = 10, steps: int | None = None, **fields) -> Job:
@@ -28,27 +26,13 @@ def replace(value: Any, **changes) -> Any:
     """dataclasses.replace, also of a job."""
     if not isinstance(value, Job):
         return dataclasses.replace(value, **changes)
-    inputs = {name: getattr(value, name) for name in _INPUTS} | {
-        name: changes.pop(name) for name in _INPUTS if name in changes
-    }
+    inputs = {name: changes.pop(name, getattr(value, name)) for name in _INPUTS}
     fields = {name: getattr(value, name) for name in Job.model_fields if name not in _OF_INPUTS}
     return _job(fields | changes, inputs)
 
 
 def _files(loras) -> tuple[LoraFile, ...]:
     return tuple(LoraFile(str(lora.path), lora.strength) for lora in loras or ())
-
-
-_OF_INPUTS = {
-    *("height", "width", "num_frames", "frame_rate", "two_stage", "spatial_scale", "image"),
-    *("audio_path", "audio_start_time", "audio_max_duration", "audio_bed"),
-    *("video_path", "start_time", "end_time", "regenerate", "extend", "video_conditioning"),
-    *("conditioning_attention_mask", "reference_video", "reference_strength", "reference_audio"),
-    *("reference_audio_max_duration", "identity_guidance_scale"),
-    *("lora", "ic_lora", "distilled_lora", "detailing_lora"),
-    *("distilled_lora_strength_stage_1", "distilled_lora_strength_stage_2"),
-    *(name for names in GUIDANCE for name in names),
-}
 
 
 def _job(fields: dict[str, Any], inputs: dict[str, Any]) -> Job:
@@ -100,8 +84,7 @@ def _job(fields: dict[str, Any], inputs: dict[str, Any]) -> Job:
             del values["v2a_guidance_scale"]
     first, second = _files(inputs["stage_1_loras"]), _files(inputs["stage_2_loras"])
     values |= {"lora": _files(inputs["loras"]), "ic_lora": first, "distilled_lora": second}
-    values["detailing_lora"] = _files(inputs["detailing_loras"])
-    media["detailing_scale"] = inputs["detailing_scale"]
+    values["detailing_lora"], media["detailing_scale"] = _files(inputs["detailing_loras"]), inputs["detailing_scale"]
     return Job.validated(values).with_media(Media(**media))
 
 

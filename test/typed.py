@@ -17,10 +17,7 @@ from ltx_neuron.job import Job
 def parsed(*words, compiles: bool = False) -> argparse.Namespace:
     """The flags of a job, or of a script that compiles its graphs."""
     parser = argparse.ArgumentParser(exit_on_error=False)
-    if compiles:
-        flags.add_job(parser, flags.GRAPHS)
-    else:
-        flags.add_job(parser)
+    flags.add_job(parser, *[flags.GRAPHS] * compiles)
     args = parser.parse_args([*map(str, words)])
     args.recipe = args.recipe or "distilled"
     return args
@@ -30,10 +27,6 @@ def said(*words) -> Job:
     return flags.job(parsed("--prompt", "rain", *words))
 
 
-class Stopped(Exception):
-    """Carries a command's parser out of its main."""
-
-
 def parser_of(words: list[str], parses: bool = False) -> Parser:
     """The parser that a command makes, as it is when its words are parsed, or once they are."""
     parse = Parser.parse_args
@@ -41,9 +34,9 @@ def parser_of(words: list[str], parses: bool = False) -> Parser:
     def stop(parser, *arguments):
         if parses:
             parse(parser, *arguments)
-        raise Stopped(parser)
+        raise LookupError(parser)  # out of the command's main
 
-    with mock.patch.object(Parser, "parse_args", stop), pytest.raises(Stopped) as stopped:
+    with mock.patch.object(Parser, "parse_args", stop), pytest.raises(LookupError) as stopped:
         dispatch(words)
     return stopped.value.args[0]
 

@@ -1,13 +1,12 @@
-"""Each command that docs/recipes.md has for one of Lightricks' adapters, typed with the adapter's
-name on the Hub. The first of each kind makes a video; the others are planned."""
+"""Each command that docs/recipes.md has for one of Lightricks' adapters, typed with the adapter's name on the Hub. The
+first of each kind makes a video; the others are planned."""
 
 import json
 import re
-from zlib import crc32
 
 import torch
 from conftest import QUICK
-from helpers import generator, made_film, read_video
+from helpers import made_film, read_video
 from hub_server import Hub, use
 from safetensors.torch import load_file, save_file
 from unit.project.test_docs import commands, text_of
@@ -17,23 +16,13 @@ from ltx_neuron.hub import RELEASE_FILES
 from ltx_neuron.weights.sharding import DIFFUSION
 
 PAGE, OWNER = "docs/recipes.md", "Lightricks/"
-# Part of a repository's name -> the versions of its files, if not one.
+# A repository -> the versions of its files, if not one, each with the scale in the file's metadata
 FILES = {
-    "2.3-22b-IC-LoRA-Union-Control": ["ref0.5"],
-    "2.3-22b-IC-LoRA-Motion-Track-Control": ["ref0.5"],
-    "2.3-22b-IC-LoRA-Pixel-Spatial-Upscaler": ["x2-0.9", "x4-0.9"],
-    "2.5-22b-IC-LoRA-Pixel-Spatial-Upscaler": ["x2-1.0"],
+    "2.3-22b-IC-LoRA-Union-Control": {"ref0.5": 2},
+    "2.3-22b-IC-LoRA-Motion-Track-Control": {"ref0.5": 2},
+    "2.3-22b-IC-LoRA-Pixel-Spatial-Upscaler": {"x2-0.9": 2, "x4-0.9": 4},
+    "2.5-22b-IC-LoRA-Pixel-Spatial-Upscaler": {"x2-1.0": 2},
 }
-SCALES = {"ref0.5": 2, "x2-0.9": 2, "x4-0.9": 4, "x2-1.0": 2}  # in the metadata
-# Layers by the sizes of the files; others' are assumed to be those of the video.
-LAYERS = {
-    "LoRA-Cinemagraph": (".attn1.", ".attn2."),  # 201 MB
-    "Restore": ("attn",),  # 1.71 GB: every attention
-    "DubIt": ("attn", "ff"),
-    "Foley-V2A": ("audio",),
-    "": (".attn1.", ".attn2.", ".ff."),
-}
-RANK = 32
 TINY = {"--height": 128, "--width": 128, "--num-frames": 9}
 DEV = {"--num-inference-steps": 2, "--video-stg-blocks": 1, "--audio-stg-blocks": 1}
 TILE = {"--tile-height": 64, "--tile-width": 96}
@@ -47,10 +36,8 @@ def rows(release: str) -> list[list[str]]:
     cells = [line.split(" | ")[2] for line in table.splitlines()[1:]]
     assert {cell for cell in cells if "`" not in cell} <= {"not supported |"}
     # Not DFR's, which is of another section and runs in test_dfr.py.
-    command_lines = [words for words in commands(PAGE) if "--dfr" not in words]
-    of_release = [
-        words for words in command_lines if any(word.startswith(f"{OWNER}LTX-{release}-22b-") for word in words)
-    ]
+    named = f"{OWNER}LTX-{release}-22b-"
+    of_release = [words for words in commands(PAGE) if "--dfr" not in words and any(named in word for word in words)]
     assert len(of_release) == sum("`ltx-neuron" in cell for cell in cells) > 10
     return of_release
 
@@ -59,31 +46,17 @@ def adapter(words: list[str]) -> str:
     return next(word for word in words if re.match(rf"{OWNER}LTX-2\.\d-22b-", word))
 
 
-def write_lora(path, checkpoint: dict, repository: str, version: str) -> None:
-    layers = next(layers for part, layers in LAYERS.items() if part in repository)
-    drawn, tensors = generator(crc32(repository.encode())), {}
-    for key, weight in checkpoint.items():
-        block = key.startswith(f"{DIFFUSION}transformer_blocks.") and key.endswith(".weight")
-        if block and weight.ndim == 2 and any(layer in key for layer in layers):
-            name = f"diffusion_model.{key.removeprefix(DIFFUSION).removesuffix('.weight')}"
-            for part, shape in {"lora_A": (RANK, weight.shape[1]), "lora_B": (weight.shape[0], RANK)}.items():
-                values = 0.02 * torch.randn(shape, generator=drawn)
-                tensors[f"{name}.{part}.weight"] = values.bfloat16()
-    assert tensors, repository
-    scale = SCALES.get(version)
-    save_file(tensors, path, {"reference_downscale_factor": str(scale)} if scale else None)
-
-
 def hub_of(command_lines: dict[str, list[list[str]]], tiny, split, folder) -> Hub:
     """command_lines: by release."""
-    checkpoints, repositories = {"2.3": load_file(tiny.checkpoint), "2.5": load_file(split.dev)}, {}
+    loras, repositories = {"2.3": load_file(tiny.lora), "2.5": load_file(split.lora)}, {}
     for release, words in ((release, words) for release, lines in command_lines.items() for words in lines):
-        repository, checkpoint = "/".join(adapter(words).split("/")[:2]), checkpoints[release]
+        repository = "/".join(adapter(words).split("/")[:2])
         short = repository.removeprefix(f"{OWNER}LTX-")
         files = repositories.setdefault(repository, {"README.md": tiny.image})
-        for version in FILES.get(short, ["0.9"]):
+        for version, scale in FILES.get(short, {"0.9": None}).items():
             name = f"ltx-{short.lower()}-{version}.safetensors"
-            write_lora(folder / name, checkpoint, repository, version)
+            scales = {"reference_downscale_factor": str(scale)} if scale else {}
+            save_file(loras[release], folder / name, {"name": name} | scales)  # no two have the same content
             files[name] = folder / name
     names = RELEASE_FILES[f"{OWNER}LTX-2.3"]
     kinds = {"distilled": tiny.checkpoint, "dev": tiny.checkpoint, "lora": tiny.lora, "spatial": tiny.spatial_upsampler}
@@ -91,15 +64,14 @@ def hub_of(command_lines: dict[str, list[list[str]]], tiny, split, folder) -> Hu
     gemma = {path.name: path for path in tiny.gemma_root.iterdir()}
     repositories["google/gemma-3-12b-it-qat-q4_0-unquantized"] = gemma
     parts = {str(path.relative_to(split.folder)): path for path in split if path != split.image}
-    repositories[f"{OWNER}LTX-2.5"] = parts
-    return Hub(repositories)
+    return Hub(repositories | {f"{OWNER}LTX-2.5": parts})
 
 
 def small(words: list[str], artifacts) -> list[str]:
     """A command with sizes of its own, and with the host's text encoder."""
     kept = [word for word in words[2:] if word != "--neuron-gemma"]
     sizes = TINY | (TILE if "--tile" in kept else {}) | (DEV if "--recipe" in kept else {})
-    if "--video-path" in kept or "--reference-video" in kept:
+    if "--reference-video" in kept:
         sizes = {name: sizes[name] for name in ("--height", "--width")}
     if "--video-path" in kept:  # the file's size; its seconds
         sizes, kept[kept.index("5")] = {}, "0.3"
@@ -107,10 +79,9 @@ def small(words: list[str], artifacts) -> list[str]:
         sizes = {}
     for flag in {*TINY, *TILE} & {*kept}:
         del kept[kept.index(flag) : kept.index(flag) + 2]
-    machine = ["--profile", "cpu", "--tp-degree", "1", "--dtype", "float32"]
-    machine += [word for setting in QUICK for word in ("--profile-set", setting)]
-    own = [str(word) for pair in sizes.items() for word in pair]
-    return [*kept, *own, *machine, "--artifacts-dir", str(artifacts)]
+    machine = ["--profile", "cpu", "--tp-degree", "1", "--dtype", "float32", "--artifacts-dir", artifacts]
+    settings = [word for setting in QUICK for word in ("--profile-set", setting)]
+    return [str(word) for word in (*kept, *(word for pair in sizes.items() for word in pair), *machine, *settings)]
 
 
 def test_the_command_of_every_adapter_runs_with_a_file_of_its_name(

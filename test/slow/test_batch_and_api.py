@@ -1,5 +1,4 @@
-"""Batches and the Python API where something goes wrong: while a clip is decoded beside the next
-one's steps, and in a process that is killed."""
+"""Batches and the Python API where something goes wrong: while a clip is decoded beside the next one's steps."""
 
 import json
 import re
@@ -13,7 +12,7 @@ import pytest
 import torch
 from batches import TP, children, flags_of, jobs, opened, prepared, undisturbed, videos
 from conftest import ROOT, SCRIPT_SECONDS, succeeded
-from helpers import allowed, read_video, wait_for
+from helpers import allowed, ended, read_video, wait_for
 from jobs import replace
 
 from ltx_neuron.backends.ranks import RankError
@@ -32,15 +31,14 @@ def setup(scripts, tiny):
     return prepared(scripts, tiny)
 
 
-def threads() -> set[threading.Thread]:
-    """All but the one that looks after progress bars, which stays once there was a bar."""
-    return {thread for thread in threading.enumerate() if thread.name != "tqdm_monitor"}
-
-
 @pytest.fixture
 def engine(setup, tiny):
-    """The API's, with decoding beside denoising; no thread and no process is left of it, whatever
-    happened."""
+    """The API's, with decoding beside denoising; no thread and no process is left of it, whatever happened."""
+
+    def threads() -> set[threading.Thread]:
+        """All but the one that looks after progress bars, which stays once there was a bar."""
+        return {thread for thread in threading.enumerate() if thread.name != "tqdm_monitor"}
+
     before, count = (threads(), children()), torch.get_num_threads()
     with opened(setup, tiny, profile_set=(OVERLAP,), neuron_gemma=False) as pipe:
         yield pipe.engine
@@ -53,22 +51,9 @@ def kill_a_rank(engine) -> float:
     return time.monotonic()
 
 
-def decodes_beside() -> bool:
-    return any(thread.name.startswith("background") for thread in threading.enumerate())
-
-
-def write(clip, path) -> None:
-    path.write_bytes(torch.cat(list(clip.chunks)).numpy().tobytes())
-
-
-def lines_of(jobs: list[Job]) -> list[Line]:
-    return [Line(number, job, "") for number, job in enumerate(jobs, 1)]
-
-
 @pytest.fixture
 def decoding_long(engine, monkeypatch):
-    """The engine, and its video decoder decodes a clip again and again: at a large size a released
-    one takes as long."""
+    """The engine, and its video decoder decodes a clip for long: at a large size a released one does."""
     decode = engine.host.decode_video
 
     def decode_video(latent, *how):
@@ -83,10 +68,8 @@ def decoding_long(engine, monkeypatch):
 
 
 def test_a_rank_that_is_killed_while_it_waits_for_the_host_ends_the_run_soon(decoding_long, monkeypatch):
-    """No command is under way that could tell: the clip before is decoded, and the next one begins
-    after it."""
-    engine, killed = decoding_long, []
-    decode = engine.host.decode_video
+    """No command is under way that could tell: the clip before is decoded, and the next one begins after it."""
+    engine, killed, decode = decoding_long, [], decoding_long.host.decode_video
 
     def breaking(latent, *how):
         killed.append(kill_a_rank(engine))
@@ -103,21 +86,29 @@ def test_a_batch_with_a_broken_rank_ends_soon_and_no_clip_is_denoised_again(
     decoding_long, monkeypatch, tmp_path, capsys
 ):
     """The rank is killed in the second clip's steps, while the first one is still being decoded."""
-    engine, lines, killed, steps = decoding_long, lines_of(jobs(2)), [], []
+    engine, killed, steps = decoding_long, [], []
+    lines = [Line(number, job, "") for number, job in enumerate(jobs(2), 1)]
 
     def kill(stage, step):
-        if step == 2 and decodes_beside() and not killed:
+        decodes_beside = any(thread.name.startswith("background") for thread in threading.enumerate())
+        if step == 2 and decodes_beside and not killed:
             killed.append(kill_a_rank(engine))
+
+    def run() -> None:
+        def write(clip, path) -> None:
+            path.write_bytes(torch.cat(list(clip.chunks)).numpy().tobytes())
+
+        run_batch(lines, engine, tmp_path, write, Job.describe)
 
     engine.on_step_end = kill
     with pytest.raises(RankError, match="rank 1 of 2 failed: .*was killed"):
-        run_batch(lines, engine, tmp_path, write, Job.describe)
+        run()
     assert time.monotonic() - killed[0] < allowed(SOON)
     assert [path.name for path in tmp_path.iterdir()] == ["0001" + SUFFIX]
 
     monkeypatch.undo()
     engine.on_step_end = lambda stage, step: steps.append(step)
-    run_batch(lines, engine, tmp_path, write, Job.describe)
+    run()
     assert steps == list(range(8))
     assert "resumed: line 1; the decoding is left" in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0001.mp4", "0002.mp4", RESULTS]
@@ -139,15 +130,12 @@ def test_a_batch_that_is_killed_resumes_and_loses_nothing(setup, tiny, shared, t
         process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file)
     wait_for(lambda: (out / RESULTS).is_file() or process.poll() is not None)
     assert process.poll() is None, log.read_text()[-2000:]
-    started = psutil.Process(process.pid).children(recursive=True)
+    started = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
     process.kill()
     process.wait()
     done = [entry["line"] for entry in entries()]
     assert 1 <= len(done) < 5 and len(started) >= TP, log.read_text()[-2000:]
-    _, alive = psutil.wait_procs(started, timeout=15)  # a busy machine is given time
-    for orphan in alive:
-        orphan.kill()
-    assert alive == []
+    assert ended(started, 15)  # a busy machine is given time
 
     denoised = [path for path in out.glob("*" + SUFFIX) if int(path.name[:4]) not in done]
     stamps = {line: (out / f"{line:04d}.mp4").stat().st_mtime_ns for line in done}

@@ -1,10 +1,9 @@
-"""ltx-neuron prepare, killed and continued: it makes what the scripts make, to the same bits; and
-what other commands say to type makes what they lack."""
+"""ltx-neuron prepare, killed and continued: it makes what the scripts make, to the same bits; and what other commands
+say to type makes what they lack."""
 
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 
@@ -27,8 +26,8 @@ from ltx_neuron.weights.lora import Lora
 
 
 def content(folder) -> dict[str, object]:
-    """Digests of the files of weights and graphs, by their paths; of a manifest, its values. The
-    session's tests record their sizes in the manifests that they share: a checksum changes."""
+    """Digests of the files of weights and graphs, by their paths; of a manifest, its values but for those that the
+    session's tests change in the ones that they share."""
     return {
         str(path.relative_to(folder)): {**read_json(path), "sizes": None, "checksum": None}
         if path.name == MANIFEST
@@ -46,18 +45,17 @@ def type_in(command: str) -> None:
 
 def test_a_killed_preparation_goes_on_and_the_next_one_does_nothing(scripts, tiny, tmp_path, capsys):
     setup = scripts(tiny, TP)
-    words = [*setup.words(**SIZE), "--artifacts-dir", str(tmp_path)]
-    words += ["--spatial-upsampler-path", str(tiny.spatial_upsampler)]
-    command = [sys.executable, "-m", "ltx_neuron", "prepare", *words]
+    typed = [*setup.words(**SIZE, spatial_upsampler_path=tiny.spatial_upsampler), "--artifacts-dir", str(tmp_path)]
+    command = [sys.executable, "-m", "ltx_neuron", "prepare", *typed]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     wait_for(lambda: len([*tmp_path.glob(f"graphs/*/{MANIFEST}")]) == 1)
-    process.send_signal(signal.SIGKILL)
+    process.kill()
     process.wait()
-    dispatch(["prepare", *words])
+    dispatch(["prepare", *typed])
     # The weights were finished.
     assert "1 of 1: DiT graphs, 64x64, 9 frames, two stages" in capsys.readouterr().out
     prepared, times = content(tmp_path), {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    dispatch(["prepare", *words])
+    dispatch(["prepare", *typed])
     assert "nothing to do" in capsys.readouterr().out
     assert times == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
 
@@ -72,16 +70,13 @@ def test_a_killed_preparation_goes_on_and_the_next_one_does_nothing(scripts, tin
     "artifacts/workspace.py:text_graphs: ltx-neuron compile gemma3",
     "artifacts/workspace.py:_tile_graphs: ltx-neuron compile vae",
 )
-def test_what_doctor_says_to_type_makes_all_that_it_lacks(tiny, tmp_path, capsys):
+def test_what_doctor_says_to_type_makes_all_that_it_lacks(scripts, tiny, tmp_path, capsys):
     """For a job with two weight sets, whose videos are decoded on the ranks."""
-    words = ["--checkpoint-path", tiny.checkpoint, "--gemma-root", tiny.gemma_root]
-    words += ["--artifacts-dir", tmp_path, "--profile", "cpu", "--tp-degree", 1]
-    words += ["--dtype", "float32", "--recipe", "dev", "--two-stage", "--neuron-vae"]
-    words += ["--distilled-lora", tiny.lora, 1, "--spatial-upsampler-path", tiny.spatial_upsampler]
-    words += ["--height", 64, "--width", 64, "--num-frames", 9, "--profile-set", QUICK[0]]
+    flags = dict(recipe="dev", neuron_vae=True, distilled_lora=((tiny.lora, 1),), **SIZE)
+    typed = scripts(tiny, 1).words(**flags, spatial_upsampler_path=tiny.spatial_upsampler)
     kinds: set[str] = set()
     for _ in range(4):  # a command may make what another one needs
-        dispatch(["doctor", *map(str, words)])
+        dispatch(["doctor", *typed, "--artifacts-dir", str(tmp_path)])
         texts = re.findall(r"Make them: (.*(?:\n +ltx-neuron .*)*)", capsys.readouterr().out)
         lines = dict.fromkeys(line.strip() for text in texts for line in text.splitlines())
         if not lines:

@@ -25,10 +25,6 @@ def arguments(instruction: str) -> list[str]:
     return [rest for name, _, rest in lines if name == instruction]
 
 
-def copied() -> set[str]:
-    return {source for rest in arguments("COPY") for source in shlex.split(rest)[:-1]}
-
-
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="digests of CHANGELOG.md: Python 3.11")
 def test_the_changelog_begins_with_this_versions_layout_and_traced_code():
     rows = re.findall(r"^\| (.*) \| (.*) \| (.*) \|$", (ROOT / "CHANGELOG.md").read_text(), re.M)
@@ -38,29 +34,23 @@ def test_the_changelog_begins_with_this_versions_layout_and_traced_code():
     assert artifacts.code_digest("torchdist") in graphs and artifacts.code_digest("nxd") in graphs
 
 
-def test_the_doctor_installs_the_ltx_core_and_the_torch_of_the_package():
-    _, install = checks._PACKAGES["ltx-core"]
-    assert install.split()[-1] in (ROOT / "constraints.txt").read_text().splitlines()
-    low, high = map(sdk.dotted, sdk.TORCH)
-    assert f"torch>={low},<{high}" in PROJECT["dependencies"]
-
-
 def test_the_images_steps_name_files_extras_and_a_program_that_it_has():
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
-    assert "*" in ignored and copied()
-    for source in copied():
+    copied = {source for rest in arguments("COPY") for source in shlex.split(rest)[:-1]}
+    assert "*" in ignored and copied
+    for source in copied:
         assert (ROOT / source).exists() and f"!{source}" in ignored
     for script in arguments("RUN"):
         subprocess.run(["sh", "-n", "-c", script], check=True)
         words = [word.rstrip(";") for word in shlex.split(script)]
-        assert {words[i + 1] for i, word in enumerate(words) if word in ("-c", "-r")} <= copied()
+        assert {words[i + 1] for i, word in enumerate(words) if word in ("-c", "-r")} <= copied
         extras = re.findall(r"\.\[(.*?)\]", script)
         assert extras and {name for names in extras for name in names.split(",")} <= EXTRAS.keys()
     (entry,) = (json.loads(rest) for rest in arguments("ENTRYPOINT"))
     assert entry[0] in PROJECT.get("scripts", {})
 
 
-def test_the_image_is_of_the_sdk_and_the_torch_that_the_package_pins():
+def test_the_image_and_the_doctor_have_the_sdk_the_torch_and_the_ltx_core_of_the_package():
     (base,) = arguments("ARG")
     match = re.search(r":(\d+\.\d+)\.\d+-neuronx-py(\d)(\d+)-sdk(\d+\.\d+)", base)
     torch, python, release = match[1], (int(match[2]), int(match[3])), match[4]
@@ -69,3 +59,7 @@ def test_the_image_is_of_the_sdk_and_the_torch_that_the_package_pins():
     assert sdk.dotted(sdk.release_of("compiler", compiler.partition("==")[2])) == release
     low, high = sdk.PYTHON["nxd"]
     assert low <= python < high
+    _, install = checks._PACKAGES["ltx-core"]
+    assert install.split()[-1] in (ROOT / "constraints.txt").read_text().splitlines()
+    low, high = map(sdk.dotted, sdk.TORCH)
+    assert f"torch>={low},<{high}" in PROJECT["dependencies"]

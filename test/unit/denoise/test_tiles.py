@@ -12,22 +12,19 @@ from ltx_neuron.sampling.conditions import ReferenceVideo
 from ltx_neuron.sampling.tiles import Appended, blend_weights, cut, tiles
 from ltx_neuron.weights.lora import Lora
 
-# Tiles of three canvases, as ltx-pipelines 1.4 prints them: rows and columns, and latent cells that
-# neighbours share.
-PRINTED = [
-    ((1088, 1920), (576, 1024), (2, 2), (2, 4)),
-    ((2176, 3840), (576, 1024), (6, 6), (8, 14)),
-    ((512, 768), (1024, 1536), (1, 1), (0, 0)),
-]
 ROUNDING = 1e-6  # of sums of up to nine fp32 products of unit size
 CANVAS, HALF = (2, 5, 6), 2
 
 
-@pytest.mark.parametrize(("pixels", "tile", "counts", "shared"), PRINTED)
-def test_a_canvas_is_cut_as_upstream_cuts_it(pixels, tile, counts, shared):
-    sides = [cut(side // 32, size // 32) for side, size in zip(pixels, tile, strict=True)]
-    assert tuple(map(len, sides)) == counts
-    assert tuple(side[0].right for side in sides) == shared
+def test_a_canvas_is_cut_as_upstream_cuts_it():
+    # As ltx-pipelines 1.4 prints it: rows and columns, and latent cells that neighbours share
+    for pixels, tile, counts, shared in (
+        ((1088, 1920), (576, 1024), (2, 2), (2, 4)),
+        ((2176, 3840), (576, 1024), (6, 6), (8, 14)),
+        ((512, 768), (1024, 1536), (1, 1), (0, 0)),
+    ):
+        sides = [cut(side // 32, size // 32) for side, size in zip(pixels, tile, strict=True)]
+        assert (tuple(map(len, sides)), tuple(side[0].right for side in sides)) == (counts, shared)
 
 
 @pytest.mark.parametrize(("length", "size"), [(5, 3), (33, 8), (120, 32), (7, 7), (8, 7)])
@@ -68,27 +65,17 @@ def test_joined_predictions_are_each_cells_mean_by_the_weights_of_its_tiles():
     assert torch.allclose(joined, shares / shares.sum(1, keepdim=True), atol=ROUNDING)
 
 
-REFERENCE = ReferenceVideo("guide.mp4", 1.0, 17)
-TILED = make_job(
-    "",
-    Size(128, 256, 17, two_stage=True),
-    references=(REFERENCE,),
-    stage_1_loras=(Lora(Path("ic.safetensors")),),
-    stage_2_ic_lora=True,
-    tile=True,
-    tile_height=64,
-    tile_width=96,
-)
-
-
 def test_each_tile_shape_of_a_stage_has_graphs_and_a_canvas_of_one_tile_is_the_job_without_tiles():
-    first, second = TILED.stages
-    assert [len(TILED.stage_tiles(stage)) for stage in TILED.stages] == [2, 9]
-    assert {bucket.video_tokens for bucket in TILED.stage_buckets(second)} == {3 * 6 * 2}
-    scaled = replace(TILED, references=(replace(REFERENCE, space_scale=2),))
+    reference, loras = ReferenceVideo("guide.mp4", 1.0, 17), (Lora(Path("ic.safetensors")),)
+    inputs = dict(references=(reference,), stage_1_loras=loras, stage_2_ic_lora=True, tile=True)
+    tiled = make_job("", Size(128, 256, 17, two_stage=True), **inputs, tile_height=64, tile_width=96)
+    first, second = tiled.stages
+    assert [len(tiled.stage_tiles(stage)) for stage in tiled.stages] == [2, 9]
+    assert {bucket.video_tokens for bucket in tiled.stage_buckets(second)} == {3 * 6 * 2}
+    scaled = replace(tiled, references=(replace(reference, space_scale=2),))
     assert len({bucket.video_tokens for bucket in scaled.stage_buckets(second)}) > 1
-    assert set(TILED.buckets) == {*TILED.stage_buckets(first), *TILED.stage_buckets(second)}
+    assert set(tiled.buckets) == {*tiled.stage_buckets(first), *tiled.stage_buckets(second)}
     assert second.loras == first.loras  # one weight set
-    whole = replace(TILED, tile_height=None, tile_width=None)
+    whole = replace(tiled, tile_height=None, tile_width=None)
     assert not any(map(whole.stage_tiles, whole.stages))
     assert whole.buckets == replace(whole, tile=False).buckets

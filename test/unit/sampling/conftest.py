@@ -1,4 +1,4 @@
-"""Input files of jobs, and ranks that only record."""
+"""Input files of jobs."""
 
 from collections.abc import Callable
 
@@ -19,8 +19,8 @@ def clip(tmp_path_factory) -> Callable[..., str]:
     def path_of(frames: int, height: int = 32, width: int = 64, rate: float = 24.0) -> str:
         path = folder / f"{frames}x{height}x{width}x{rate}.mp4"
         if not path.exists():
-            sound = tone(48000, frames / rate)
-            write_video(path, [picture_frames(frames, height, width, 0)], rate, lambda: sound, 48000)
+            pictures = picture_frames(frames, height, width, 0)
+            write_video(path, [pictures], rate, lambda: tone(48000, frames / rate), 48000)
         return str(path)
 
     return path_of
@@ -45,26 +45,3 @@ def ic_lora(tmp_path_factory) -> Callable[..., Lora]:
         return Lora(path)
 
     return lora_of
-
-
-class RecordingRanks:
-    """Stands for the ranks: keeps what would be uploaded and defined."""
-
-    tp = cp = 1
-
-    def __init__(self):
-        self.tensors, self.sequences = {}, {}
-
-    def put(self, _, like=None, **tensors) -> None:
-        self.tensors |= tensors
-
-    def put_numbers(self, *_) -> None:
-        pass
-
-    def define(self, _, sequence, runs) -> None:
-        self.sequences[sequence] = runs
-
-
-@pytest.fixture
-def ranks() -> RecordingRanks:
-    return RecordingRanks()

@@ -24,6 +24,9 @@ def job(frames: int = 73, window: int = 41, carry: int = 17, **fields) -> Job:
     return make_job(lengths.pop("prompt", "a fox"), size, **lengths)
 
 
+LORAS = (Lora("ic.safetensors", 1.0),)
+
+
 def test_windows_own_every_frame_once_and_only_the_last_one_is_shorter():
     for total, window, carry in itertools.product(range(9, 400, 8), (41, 97), (17, 25)):
         windows = layout(total, window, carry, 0)
@@ -39,13 +42,9 @@ def test_windows_own_every_frame_once_and_only_the_last_one_is_shorter():
 
 def test_the_windows_of_the_golden_run_are_upstreams():
     windows = layout(73, 41, 17, 8, keyframes=2)
-    assert [(w.frames, w.start, w.taken, w.given) for w in windows] == [
-        (41, 0, 0, 17),
-        (41, 24, 17, 17),
-        (25, 48, 17, 0),
-    ]
-    slots = [w.start + frame for w in windows for frame in w.generated]
-    assert slots == [20, 40, 53, 64, 67, 70]
+    facts = [(w.frames, w.start, w.taken, w.given) for w in windows]
+    assert facts == [(41, 0, 0, 17), (41, 24, 17, 17), (25, 48, 17, 0)]
+    assert [w.start + frame for w in windows for frame in w.generated] == [20, 40, 53, 64, 67, 70]
     assert [w.held for w in windows] == [(), (16,), (5, 16)]
 
 
@@ -74,13 +73,12 @@ def test_the_tokens_of_a_reference_that_touch_the_carry_are_not_seen(carry, scal
 
 @runs("sampling/inputs.py:_check_windows: --num-frames")
 def test_a_reference_is_read_from_the_first_frame_of_the_window():
-    loras = (Lora("ic.safetensors", 1.0),)
     long, short = (ReferenceVideo("depth.mp4", 1.0, frames) for frames in (73, 65))
-    windows = job(references=(long,), stage_1_loras=loras).windows
+    windows = job(references=(long,), stage_1_loras=LORAS).windows
     assert [(w.references[0].start, w.references[0].carry) for w in windows] == [(0, 0), (24, 17), (48, 17)]
     with pytest.raises(UserError, match="got 65 frames, wanted 73.*type --num-frames 65"):
-        job(references=(short,), stage_1_loras=loras)._check_windows()
-    job(65, references=(short,), stage_1_loras=loras)._check_windows()
+        job(references=(short,), stage_1_loras=LORAS)._check_windows()
+    job(65, references=(short,), stage_1_loras=LORAS)._check_windows()
 
 
 @pytest.mark.parametrize(
@@ -106,43 +104,36 @@ def test_lengths_and_fields_that_cannot_be_are_refused_with_what_to_type(fields,
 def tensors_of(window: Job, stage) -> dict[str, torch.Tensor]:
     """What a stage of a window begins with, of random latents."""
     shape = video_latent_shape(stage.height, stage.width, window.size.num_frames)
-    rows, columns = shape[1:]
-    carried = {"video": (128, 3, rows, columns), "audio": (8, round(17 / 24 * 25), 16)}
-    carried["generated_keyframes"] = 128, len(window.chunk.held), rows, columns
-    sounds = {
-        "audio_latent": (8, 75, 16),
-        "audio_reference": (8, 75, 16),
-        "s1_audio": (8, window.size.audio_frames, 16),
-    }
-    shapes = {f"carried_{stage.key}_{kind}": sizes for kind, sizes in carried.items()}
-    shapes |= {"upsampled": (128, *shape), "upsampled_keyframes": (128, len(window.chunk.generated), rows, columns)}
-    shapes |= {name: x for name, x in sounds.items() if name != "audio_latent" or window.sound}
-    for name, reference in zip(
-        ("reference_latent", "s2_reference_latent"), 2 * window.appended_references(False), strict=False
-    ):
-        shapes[name] = 128, *reference.latent_shape(window.stage_size(name.startswith("s2")))
+    sides, chunk, carried = shape[1:], window.chunk, f"carried_{stage.key}_"
+    shapes = {f"{carried}video": (128, 3, *sides), f"{carried}audio": (8, round(17 / 24 * 25), 16)}
+    shapes |= {f"{carried}generated_keyframes": (128, len(chunk.held), *sides), "upsampled": (128, *shape)}
+    shapes |= {"upsampled_keyframes": (128, len(chunk.generated), *sides), "audio_reference": (8, 75, 16)}
+    shapes |= {"s1_audio": (8, window.size.audio_frames, 16)}
+    shapes |= {"audio_latent": (8, 75, 16)} if window.sound else {}
+    for reference in window.appended_references(False):
+        for name, upsampled in (("reference_latent", False), ("s2_reference_latent", True)):
+            shapes[name] = 128, *reference.latent_shape(window.stage_size(upsampled))
     return {name: randn(1, *sizes, seed=n) for n, (name, sizes) in enumerate(shapes.items())}
 
 
-@pytest.mark.parametrize("kind", ["slots", "references", "a sound", "dubbing"])
+VIDEO = ReferenceVideo("clip.mp4", 1.0, 73)
+KINDS = {
+    "slots": {"num_generated_keyframes": 2},
+    "references": {"references": (VIDEO,), "stage_1_loras": LORAS},
+    "a sound": {"sound": SoundCondition("song.wav")},
+    "dubbing": {"dubbing": VIDEO, "loras": LORAS, "reference_sound": ReferenceAudio("clip.mp4", 75)},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_stage_has_the_tokens_of_its_graph_and_the_carry_is_pinned_as_it_is(kind):
-    lora, size = Lora("ic.safetensors", 1.0), Size(128, 192, 73, 24.0, two_stage=True)
-    video = ReferenceVideo("clip.mp4", 1.0, 73)
-    fields = {
-        "slots": {"num_generated_keyframes": 2},
-        "references": {"references": (video,), "stage_1_loras": (lora,)},
-        "a sound": {"sound": SoundCondition("song.wav")},
-        "dubbing": {"dubbing": video, "loras": (lora,), "reference_sound": ReferenceAudio("clip.mp4", 75)},
-    }[kind]
-    whole = job(size=size, **fields)
+    whole = job(**KINDS[kind])
     for stage in whole.stages:
         window, bucket = whole.of(stage), whole.bucket(stage)
         tensors = tensors_of(window, stage)
         video, audio = starting_states(whole, stage, tensors, [], torch.float32)
-        tokens = video.latent.shape[1], audio.latent.shape[1]
-        assert (
-            tokens == (bucket.video_tokens, bucket.audio_tokens) == (video.positions.shape[2], audio.positions.shape[2])
-        )
+        for state, tokens in ((video, bucket.video_tokens), (audio, bucket.audio_tokens)):
+            assert state.latent.shape[1] == state.positions.shape[2] == tokens
         assert len(video.masks) <= bucket.timesteps
         if window.chunk.taken:
             held = patchify_video(tensors[f"carried_{stage.key}_video"])

@@ -30,21 +30,18 @@ def job(frames=41, rate=24.0, rounds=1, kind=NEW, **more) -> Job:
     return of_release(made, RELEASES[1])
 
 
-@pytest.mark.parametrize(
-    ("frames", "segment", "canvas"),
-    [(9, 24, 25), (17, 24, 25), (33, 32, 33), (89, 32, 97), (121, 24, 121), (241, 24, 241)],
-)
-def test_the_canvas_is_the_shortest_of_whole_segments(frames, segment, canvas):
-    assert (dfr.segment(frames), dfr.canvas(frames)) == (segment, canvas)
-    assert dfr.keyframes(frames) == tuple(range(segment, canvas, segment))
-    assert dfr.canvas(canvas) == canvas and dfr.keyframes(canvas) == dfr.keyframes(frames)
+def test_the_canvas_is_the_shortest_of_whole_segments():
+    for frames, segment, canvas in (9, 24, 25), (17, 24, 25), (33, 32, 33), (89, 32, 97), (121, 24, 121):
+        assert (dfr.segment(frames), dfr.canvas(frames)) == (segment, canvas)
+        assert dfr.keyframes(frames) == tuple(range(segment, canvas, segment))
+        assert dfr.canvas(canvas) == canvas and dfr.keyframes(canvas) == dfr.keyframes(frames)
 
 
 @pytest.mark.parametrize("holds", [False, True], ids=["1.2.0", "1.4"])
 def test_the_windows_of_a_round_own_its_latents_once_and_begin_on_keyframes(holds):
     for frames, number in itertools.product(range(9, 530, 8), (1, 2)):
         half, windows = dfr.segment(frames), dfr.windows(frames, 2, holds)
-        mine = [window for window in windows if window.round == number]
+        mine = [w for w in windows if w.round == number]
         last = (dfr.canvas(frames) - 1) * 2**number
         cells = [w.start // 8 + cell for w in mine for cell in range(w.shared, w.latents)]
         assert cells == [*range(last // 8 + 1)]
@@ -54,8 +51,7 @@ def test_the_windows_of_a_round_own_its_latents_once_and_begin_on_keyframes(hold
         # Every second keyframe is made here, in the middle between two given ones.
         seams, known = {*range(2 * half, last + 1, 2 * half)}, set()
         for w in mine:
-            given = {w.start + frame for frame in w.given}
-            made = {w.start + frame for frame in w.generated}
+            given, made = ({w.start + frame for frame in numbers} for numbers in (w.given, w.generated))
             assert given <= seams and made <= {x - half for x in seams}
             assert not w.number or w.start in seams | known | {0}
             if holds:  # it starts on the newest keyframe, and needs none that it holds
@@ -63,21 +59,17 @@ def test_the_windows_of_a_round_own_its_latents_once_and_begin_on_keyframes(hold
                 assert min(given | made) > first and (not w.number or w.start == first - half)
             known |= made
         assert known == {x - half for x in seams}
-    assert [w.seed for w in windows] == [1000, 1001, 2000, 2001, 2002, 2003]
-    assert [w.key for w in windows] == ["s3", "s4", "s5", "s6", "s7", "s8"]
+    seeds = [1000, 1001, 2000, 2001, 2002, 2003]
+    assert [(w.seed, w.key) for w in windows] == [(seed, f"s{n}") for n, seed in enumerate(seeds, 3)]
 
 
-@pytest.mark.parametrize(("rate", "seen"), [(24, 24), (30, 30), (30.5, 60), (50, 60), (120, 60)])
+@pytest.mark.parametrize(("rate", "seen"), [(24, 24), (30, 30), (30.5, 60), (120, 60)])
 def test_a_rate_above_30_is_seen_as_60(rate, seen):
-    made, old = job(rate=float(rate), rounds=0), job(rate=float(rate), rounds=0, kind=OLD)
+    made, old = (job(rate=float(rate), rounds=0, kind=kind) for kind in (NEW, OLD))
     stage = made.of(made.stages[0])
     assert dfr.model_rate(rate) == seen == stage.size.frame_rate / stage.motion_speed
     assert stage.size.audio_frames == round(dfr.canvas(41) / rate * 25)  # as long as it is played
-    assert old.of(old.stages[0]).motion_speed == 1
-    assert dfr.model_rate(rate, holds=False) == min(rate, 60)
-
-
-# --- latents --------------------------------------------------------------------------------------
+    assert old.of(old.stages[0]).motion_speed == 1 and dfr.model_rate(rate, holds=False) == min(rate, 60)
 
 
 def clip(values) -> torch.Tensor:
@@ -109,6 +101,13 @@ def test_a_window_holds_the_result_of_the_one_before_it_after_a_keyframe():
     # The sound during its 97 frames at 48 fps, of 68 latents in 65 / 24 s, for a clip of 60 fps.
     wanted = (32 + 97 * torch.arange(40) / 40) / 48 * 24 / 65 * 68
     torch.testing.assert_close(start["audio"][0, 0, :, 0], wanted.clamp(max=67))
+    # A padded clip ends with the last frame that was asked for.
+    padded, once = job(rounds=2), job().rendering
+    assert (padded.output_frames, padded.output_frame_rate) == (161, 96)
+    assert padded.latent_shape == (21, 2, 2) and padded.audio_latents == round(49 / 24 * 25)
+    assert once.final(filled(once)).flatten().tolist() == [100 + x for x in range(11)]  # of 13
+    last = padded.rendering.windows[-1]
+    assert last.start + last.frames == 4 * 48 + 1
 
 
 def test_the_second_round_is_given_the_keyframes_of_the_first_and_begins_on_its_own():
@@ -135,37 +134,23 @@ def test_each_stage_upsamples_what_the_one_before_it_made_once():
     }
     plain = make_job("rain", Size(64, 64, 9, two_stage=True))
     assert [*to_upsample(plain, plain.stages[1], tensors)] == ["upsampled"]
-    ((name, (latent, kind)),) = to_upsample(made, last, tensors).items()
-    assert (name, kind) == ("temporal_video_1", "temporal")
-    assert torch.equal(latent, made.rendering.clip(tensors, 1))
-    del tensors["temporal_video"]
-    ((name, (latent, kind)),) = to_upsample(made, first, tensors).items()
-    assert (name, kind) == ("temporal_video", "temporal") and latent is tensors["s2_video"]
-
-
-def test_a_padded_clip_ends_with_the_last_frame_that_was_asked_for():
-    padded, once = job(rounds=2), job().rendering
-    assert (padded.output_frames, padded.output_frame_rate) == (161, 96)
-    assert padded.latent_shape == (21, 2, 2) and padded.audio_latents == round(49 / 24 * 25)
-    assert once.final(filled(once)).flatten().tolist() == [100 + x for x in range(11)]  # of 13
-    last = padded.rendering.windows[-1]
-    assert last.start + last.frames == 4 * 48 + 1
-
-
-# --- stages ---------------------------------------------------------------------------------------
+    without = {name: tensor for name, tensor in tensors.items() if name != "temporal_video"}
+    wanted = {"temporal_video_1": (last, tensors, made.rendering.clip(tensors, 1))}
+    wanted["temporal_video"] = (first, without, tensors["s2_video"])
+    for name, (stage, given, clip) in wanted.items():
+        ((got, (latent, kind)),) = to_upsample(made, stage, given).items()
+        assert (got, kind) == (name, "temporal") and torch.equal(latent, clip)
 
 
 def test_images_stay_at_their_moments():
     images = tuple(ImageCondition("", frame, 0.6) for frame in (0, 12, 26, -1))
-
-    def frames(made: Job) -> list[list[int]]:
-        return [[image.frame_index for image in made.of(stage).images] for stage in made.stages]
-
-    # The second window starts at 24.
-    assert frames(job(images=images)) == [[0, 12, 26, 40], [0, 12, 26, 40], [0, 24], [28, 56]]
-    # Release 1.2.0 does not move them, and its first window has all.
-    _, _, first, second = frames(job(images=images, kind=OLD, frames=145))
-    assert first == [0, 12, 26, 144] and all(frame > 0 for frame in second)
+    for kind, length, wanted in (
+        (NEW, 41, [[0, 12, 26, 40], [0, 12, 26, 40], [0, 24], [28, 56]]),  # the second window starts at 24
+        # Release 1.2.0 does not move them, and its first window has all.
+        (OLD, 145, [[0, 12, 26, 144], [0, 12, 26, 144], [0, 12, 26, 144], [48]]),
+    ):
+        made = job(images=images, kind=kind, frames=length)
+        assert [[image.frame_index for image in made.of(stage).images] for stage in made.stages] == wanted
 
 
 def test_stages_have_the_loras_samplers_and_sound_of_their_release():
@@ -174,8 +159,8 @@ def test_stages_have_the_loras_samplers_and_sound_of_their_release():
         assert second.loras == loras + DETAIL
         assert {stage.loras for stage in (first, *windows)} == {loras}
     old, new = job(kind=OLD), job()
-    stages = [(stage.sampler, stage.noise) for stage in new.stages[:3]]
-    assert stages == [("ancestral", (10_000, 1)), ("ancestral", (20_000, 1)), ("ancestral", (1000, 0.5))]
+    noise = [(10_000, 1), (20_000, 1), (1000, 0.5)]
+    assert [(stage.sampler, stage.noise) for stage in new.stages[:3]] == [("ancestral", each) for each in noise]
     assert [stage.sampler for stage in old.stages[:3]] == ["euler", "euler", "ancestral"]
     # Windows of 1.2.0 have no sound, and those of 1.4 hold and hear it.
     assert [bucket.name for bucket in old.buckets][2:] == ["v36-t2-s8-ancestral", "v68-t2-s8-ancestral"]
@@ -186,18 +171,14 @@ def test_stages_have_the_loras_samplers_and_sound_of_their_release():
     assert new.own_graphs == ["dfr"]  # a service must not offer the size to requests without inputs
 
 
-def test_a_release_has_dfr_for_one_kind_of_checkpoint():
+def test_a_release_has_dfr_for_one_kind_of_checkpoint_and_of_decoder():
     check_dfr([job(kind=OLD), job(kind=NEW)])
     for kind, advice in ((OLD | {"compat": None}, "without"), (NEW | {"compat": "ltx-pipelines-1.2.0"}, "with")):
         with pytest.raises(UserError, match=advice):
             check_dfr([job(kind=kind)])
-
-
-@pytest.mark.parametrize(("kind", "noted"), [(NEW, True), (OLD, False)])
-def test_a_render_says_where_the_diffusion_decoder_reads_the_keyframes(kind, noted):
     source, file = SimpleNamespace(notes=[]), SimpleNamespace(shapes=[EMBEDDING])
-    files = SimpleNamespace(config={"vae": {}}, source=lambda *_: source)
-    files.files = SimpleNamespace(of=lambda section: file)
-    assert notes(job(kind=kind), files) == []
-    files.config["vae"]["_class_name"] = DIFFUSION_VAE
-    assert ["keyframes" in note for note in notes(job(kind=kind), files)] == [True] * noted
+    files = SimpleNamespace(source=lambda *_: source, files=SimpleNamespace(of=lambda section: file))
+    for vae, kinds in (({}, ()), ({"_class_name": DIFFUSION_VAE}, (NEW,))):  # which reads the keyframes of 1.4
+        files.config = {"vae": vae}
+        for kind in (NEW, OLD):
+            assert ["keyframes" in note for note in notes(job(kind=kind), files)] == [True] * (kind in kinds)

@@ -1,5 +1,7 @@
 """A video made longer: the latents, times and frames of its windows, and the flags that ask for it."""
 
+import itertools
+
 import pytest
 import torch
 from jobs import make_job
@@ -25,38 +27,24 @@ TINY = Extension(1.0, 25, 25, 24.0)
 @pytest.fixture(params=[1.0, -1.0, 0.3, -0.1, 5.1, -12.7])
 def extensions(request) -> list[Extension]:
     """Of files, windows and rates that there are."""
-    found = [
-        Extension(request.param, source, window, rate)
-        for source in (9, 10, 25, 100, 241)
-        for window in (25, 33, 121)
-        for rate in (24.0, 29.97, 8.0, 60.0)
-    ]
+    kinds = itertools.product((9, 10, 25, 100, 241), (25, 33, 121), (24.0, 29.97, 8.0, 60.0))
+    found = [Extension(request.param, *kind) for kind in kinds]
     return [extension for extension in found if extension.window_latents <= extension.video_latents]
 
 
-def test_what_is_new_is_made_once_and_what_is_known_never(extensions):
-    for extension in extensions:
-        extension.check()
-        for stream in ("video", "audio"):
-            length, known = (getattr(extension, name) for name in (f"{stream}_latents", f"known_{stream}"))
-            made = torch.zeros(length)
-            for window in extension.windows:
-                start, (first, stop) = getattr(window, stream), getattr(window, f"new_{stream}")
-                made[start + first : start + stop] += 1
-            wanted = torch.ones(length)
-            wanted[known] = 0
-            assert torch.equal(made, wanted) and 0 < wanted.sum() < length
-
-
-def test_every_window_lies_in_the_clip_and_holds_what_is_there_by_then(extensions):
+def test_windows_make_what_is_new_once_and_hold_what_is_there_by_then(extensions):
     for extension in extensions:
         sound = audio_latent_frames(extension.window_frames, extension.frame_rate)
+        made = {"video": torch.zeros(extension.video_latents), "audio": torch.zeros(extension.audio_latents)}
         known = torch.zeros(extension.video_latents)
         known[extension.known_video] = 1
         for number, window in enumerate(extension.windows, 1):
             assert window.number == number
             assert 0 <= window.video <= extension.video_latents - extension.window_latents
             assert 0 <= window.audio <= extension.audio_latents - sound
+            for stream in made:
+                start, (first, stop) = getattr(window, stream), getattr(window, f"new_{stream}")
+                made[stream][start + first : start + stop] += 1
             inside = known[window.video : window.video + extension.window_latents]
             new = slice(*window.new_video)
             held = len(inside) - len(inside[new])
@@ -69,13 +57,16 @@ def test_every_window_lies_in_the_clip_and_holds_what_is_there_by_then(extension
             seen = video_seconds(border, extension.frame_rate)[-1] + window.sound_offset
             assert abs(seen - audio_seconds(heard)[-1]) < 0.06
         assert known.all()
+        for stream, counts in made.items():
+            wanted = torch.ones(len(counts))
+            wanted[getattr(extension, f"known_{stream}")] = 0
+            assert torch.equal(counts, wanted) and 0 < wanted.sum() < len(counts)
 
 
 def test_the_new_frames_are_those_next_to_the_files(extensions):
     waveform = torch.arange(48000 * 60, dtype=torch.float64).expand(2, -1)
     for extension in extensions:
-        decoded = 8 * (extension.video_latents - 1) + 1
-        assert decoded == extension.known_frames + extension.made_frames
+        assert 8 * (extension.video_latents - 1) + 1 == extension.known_frames + extension.made_frames
         assert extension.known_frames <= extension.source_frames
         assert extension.new_frames == round(abs(extension.seconds) * extension.frame_rate)
         surplus = extension.made_frames - extension.new_frames
@@ -89,23 +80,18 @@ def test_the_new_frames_are_those_next_to_the_files(extensions):
         assert heard[0, 0] == round(surplus * extension.before / extension.frame_rate * 48000)
 
 
-def states(extension, window, compat: str | None = None, dtype=torch.float32):
-    """The states of both streams of a window of 2 x 3 latents."""
-    size = Size(64, 96, extension.window_frames, extension.frame_rate)
-    retake = Retake(__file__, extend=extension.seconds, source_frames=extension.source_frames)
-    start = latents.zeros(*size.sides, size.num_frames, size.frame_rate, dtype)
-    job = make_job("rain", size, retake=retake)
-    return initial_states(job, False, {}, start, [], COMPAT[compat], dtype, window)
-
-
 @pytest.mark.parametrize("extension", [TINY, Extension(-2.0, 50, 33, 25.0)])
 def test_windows_have_the_times_of_the_clip_they_are_cut_from(extension):
     """The picture's less the sound's, and those within a stream: attention sees no more."""
     clip = video_positions((extension.video_latents, 2, 3), extension.frame_rate)[0, 0]
     whole = audio_positions(extension.audio_latents)[0, 0]
     plain = video_positions((extension.window_latents, 2, 3), extension.frame_rate)
+    size = Size(64, 96, extension.window_frames, extension.frame_rate)
+    retake = Retake(__file__, extend=extension.seconds, source_frames=extension.source_frames)
+    start = latents.zeros(*size.sides, size.num_frames, size.frame_rate, torch.float32)
+    job = make_job("rain", size, retake=retake)
     for window in extension.windows:
-        video, audio = states(extension, window)
+        video, audio = initial_states(job, False, {}, start, [], COMPAT[None], torch.float32, window)
         seen = clip[window.video * 6 : (window.video + extension.window_latents) * 6]
         offset = seen[0] - video.positions[0, 0, 0]
         assert torch.allclose(video.positions[0, 0] + offset, seen, atol=1e-5)
@@ -114,14 +100,10 @@ def test_windows_have_the_times_of_the_clip_they_are_cut_from(extension):
         assert torch.equal(video.positions[:, 1:], plain[:, 1:])
 
 
-@pytest.mark.timeout(60)  # it would have been cut into windows without end
-def test_a_window_of_no_more_than_its_overlap_is_refused():
-    with pytest.raises(UserError, match="length, 25 to 49 frames"):
-        _ = Extension(1.0, 25, 17, 24.0).windows
-
-
 @pytest.mark.parametrize("seconds", [1.0, -1.0])
 def test_a_window_goes_on_from_those_before_it(seconds):
+    with pytest.raises(UserError, match="length, 25 to 49 frames"):
+        _ = Extension(seconds, 25, 17, 24.0).windows  # no longer than the overlap: there would be no end
     extension = Extension(seconds, 25, 25, 24.0)
     video = torch.zeros(1, 128, extension.video_latents, 2, 2)
     audio = torch.zeros(1, 8, extension.audio_latents, 16)
@@ -145,9 +127,6 @@ def test_a_window_goes_on_from_those_before_it(seconds):
     assert not video[:, :, extension.known_latents :].any() or extension.before  # left as it was
 
 
-# --- jobs -----------------------------------------------------------------------------------------
-
-
 def test_windows_are_as_long_as_any_clip_or_as_all_that_there_is(clip):
     path = clip(26)
     extended = said("--video-path", path, "--extend", 1.5)
@@ -156,23 +135,21 @@ def test_windows_are_as_long_as_any_clip_or_as_all_that_there_is(clip):
     assert extended.size == Size(32, 64, 65, 24.0) and len(extended.stages) == 1
     assert said("--video-path", path, "--extend", 60).size.num_frames == 121
     assert default_window(-1.5, 26, 24.0) == 65  # 3 and 6, of which the first is of one frame
-    typed = said("--video-path", path, "--extend", -1.5, "--num-frames", 25)
-    assert typed.size.num_frames == 25 and [s.window.number for s in typed.stages] == [*range(1, 7)]
-    for job in (extended, typed):
-        job.check()
+    extended.check()
 
 
-def test_windows_share_the_graph_of_a_retake_of_as_many_frames(clip):
-    words = "--video-path", clip(26), "--extend", 3, "--num-frames", 25
-    windows = said(*words)
-    retake = make_job("rain", Size(32, 64, 25), retake=Retake(clip(26), 0.1, 0.2))
+@pytest.mark.parametrize("recipe", ["distilled", "dev"])
+def test_windows_share_the_graph_of_a_retake_of_as_many_frames(clip, recipe):
+    windows = said("--video-path", clip(26), "--extend", 3, "--num-frames", 25, "--recipe", recipe)
+    windows.check()
+    retake = make_job("rain", Size(32, 64, 25), retake=Retake(clip(26), 0.1, 0.2), recipe=recipe)
     assert windows.buckets == windows.buckets_to_compile == retake.buckets
-    assert len(windows.stages) == 9 and {s.name for s in windows.stages} == {"stage_1"}
+    assert [stage.window.number for stage in windows.stages] == [*range(1, 10)]
+    assert {stage.name for stage in windows.stages} == {"stage_1"}  # none of them is a second stage
+    assert {(stage.guided, stage.steps) for stage in windows.stages} == {(True, 40) if recipe == "dev" else (False, 8)}
+    assert weight_sets(windows) == 1
     assert (windows.video_key, windows.audio_key) == ("s1_video", "s1_audio")  # joined
     assert windows.audio_latents == windows.extension.audio_latents  # which the ranks' decoder is compiled for
-    dev = said(*words, "--recipe", "dev")
-    assert all(stage.guided and stage.steps == 40 for stage in dev.stages)
-    assert len(dev.stages) > 1 and weight_sets(dev) == 1  # none of them is a second stage
 
 
 def test_what_is_left_names_the_windows_and_each_brings_the_job_forward():

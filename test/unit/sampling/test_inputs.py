@@ -1,5 +1,5 @@
-"""Inputs of a job besides its prompt: the graphs they need, and the same job by flags, lines and Python calls.
-What is refused: test_refusals.py."""
+"""What a job takes: the graphs that its inputs need, and the same job by flags, lines and Python calls. What is
+refused: test_refusals.py."""
 
 import json
 import shlex
@@ -8,12 +8,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from conftest import ROOT
+from fuzz import on_random
 from jobs import make_job, read_voice, replace
 from typed import parsed, said
 
 from ltx_neuron import flags
 from ltx_neuron.artifacts.workspace import Workspace
-from ltx_neuron.batch import read_lines
 from ltx_neuron.config.profiles import resolve
 from ltx_neuron.engine.outputs import run_identity
 from ltx_neuron.engine.preflight import RunOptions
@@ -22,6 +23,7 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.host import encode_inputs
 from ltx_neuron.invocation import command
 from ltx_neuron.job import Job, Size
+from ltx_neuron.models.signatures import NO_VOICE, PASSES
 from ltx_neuron.pipeline import LTXPipeline
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.compat import COMPAT
@@ -35,6 +37,7 @@ from ltx_neuron.sampling.conditions import (
     plain,
 )
 from ltx_neuron.sampling.guidance import DEFAULTS, NEGATIVE_PROMPT, Guidance, StreamGuidance
+from ltx_neuron.sampling.shapes import audio_latent_frames
 from ltx_neuron.service.jobs import job_of
 from ltx_neuron.weights.lora import Lora
 
@@ -47,13 +50,14 @@ LORAS = (Lora(Path(FILE)),)
 REFERRING = dict(size=TWO, references=(REFERENCE,), stage_1_loras=LORAS)
 DEV = dict(size=TWO, recipe="dev")
 DUBBED = dict(size=TWO, dubbing=REFERENCE, reference_sound=ReferenceAudio(FILE, 25), loras=LORAS)
+TREF = 26  # latents of 1 s
+SILENCED = ReferenceAudio(FILE, TREF, identity_scale=0.0)
+VOICED = DEV | dict(reference_sound=ReferenceAudio(FILE, TREF), stage_1_loras=LORAS)
 
 
 def job(size=ONE, **inputs) -> Job:
     return make_job("rain", size, **inputs)
 
-
-# --- graphs ---------------------------------------------------------------------------------------
 
 # Stage 1 of WIDE: 2 x 4 latents, 3 frames; a reference of every second frame: frames 0, 1, 3, .. 15
 WIDE = REFERRING | dict(size=Size(128, 256, 17, two_stage=True))
@@ -63,9 +67,9 @@ DUBBED_IMAGE = dict(dubbing=replace(REFERENCE, strength=0.7), images=(ImageCondi
 # What a job has -> the names of its graphs, stage 1's first: tokens, timesteps, steps and what else differs
 BUCKETS = {
     "a retake": (dict(retake=RETAKE), "v72-a18t2-t2-s8"),
-    "a retake of the picture": (dict(retake=replace(RETAKE, regenerate="video")), "v72-a18t2-t2-s8"),
-    "a retake of the sound": (dict(retake=replace(RETAKE, regenerate="audio")), "v72-a18t2-t2-s8"),
     "a guided retake": (dict(retake=RETAKE, recipe="dev"), "v72-a18t2-t2-s64-guided"),
+    "a sound": (dict(size=TWO, sound=SOUND), "v18-a18-t1-s8 v72-a18-t1-s8"),
+    "a sound and an image, guided": (DEV | dict(sound=SOUND, images=(FIRST,)), "v18-a18-t2-s64-guided v72-a18-t2-s8"),
     "images": (dict(size=TWO, images=(FIRST, LATER)), "v24-a18-t3-s8 v96-a18-t3-s8"),
     "guides": (DEV | dict(images=(FIRST, LATER), images_as_guides=True), "v30-a18-t3-s64-guided v120-a18-t3-s8"),
     "references": (REFERRING | dict(references=(REFERENCE, SHORT)), "v48-a18-t3-s8 v72-a18-t1-s8"),
@@ -81,6 +85,9 @@ BUCKETS = {
     "a dubbed clip": (DUBBED, "v36-a43t2-t2-s8 v144-a36-t2-s8"),
     "a dubbed clip of strength 0": (DUBBED | dict(dubbing=WEAK), "v36-a43t2-t2-s8 v144-a36-t2-s8"),
     "a dubbed clip and images": (DUBBED | DUBBED_IMAGE, "v42-a43t2-t3-s8 v168-a36-t3-s8"),
+    "a voice": (VOICED, "v18-a44t2-t1-s64-guided-identity v72-a18-t1-s8"),
+    "a voice of scale 0": (VOICED | dict(size=ONE, reference_sound=SILENCED), "v72-a44t2-t1-s64-guided"),
+    "a voice of the distilled recipe": (VOICED | dict(size=ONE, recipe="distilled"), "v72-a44t2-t1-s8"),
     "stage 1 alone": (dict(size=TWO, skip_stage_2=True), "v18-a18-t1-s8"),
 }
 
@@ -95,16 +102,6 @@ def test_a_job_needs_the_graphs_of_its_inputs(inputs, names):
         assert [b.timesteps for b in made.buckets_to_compile] == [1, 2] * len(made.stages)
 
 
-def test_a_sound_needs_the_graphs_of_text_and_images_alone_and_is_not_guided():
-    for size, recipe in ((ONE, "distilled"), (TWO, "distilled"), (ONE, "dev"), (TWO, "dev")):
-        for images in ((), (FIRST,)):
-            plain = job(size, images=images, recipe=recipe)
-            with_sound = replace(plain, sound=SOUND)
-            assert with_sound.buckets == plain.buckets
-            assert with_sound.buckets_to_compile == plain.buckets_to_compile
-    assert job(**DEV, sound=SOUND).resolved_guidance == Guidance(DEFAULTS.video, StreamGuidance())
-
-
 def test_stages_steps_and_prompts_are_those_of_the_jobs_kind():
     nag = job(nag_scale=11.0)
     assert nag.texts == ("rain", NEGATIVE_PROMPT) and replace(nag, negative_prompt="").texts == ("rain", "")
@@ -115,139 +112,104 @@ def test_stages_steps_and_prompts_are_those_of_the_jobs_kind():
     assert half.stages == whole.stages[:1]
     assert (half.upsamplers, whole.upsamplers) == ({}, {"spatial": "--two-stage"})
     assert (half.latent_shape, whole.latent_shape) == ((3, 2, 3), (3, 4, 6))
-    kinds = job(**DEV), job(recipe="dev", retake=RETAKE), job(**DEV, sampler="res_2s")
-    assert [kind.steps for kind in kinds] == [30, 40, 15]
-    assert [replace(kind, num_inference_steps=7).steps for kind in kinds] == [7, 7, 7]
+    for steps, kind in (30, job(**DEV)), (40, job(recipe="dev", retake=RETAKE)), (15, job(**DEV, sampler="res_2s")):
+        assert (kind.steps, replace(kind, num_inference_steps=7).steps) == (steps, 7)
     assert job(retake=RETAKE).steps == 8
+    assert job(**DEV, sound=SOUND).resolved_guidance == Guidance(DEFAULTS.video, StreamGuidance())
 
 
 def test_what_can_be_made_is_not_refused():
-    job(sound=SOUND).check()
-    job(**DEV, sound=SOUND, images=(ImageCondition(FILE, 16),)).check()
-    job(retake=Retake(FILE, 0, 17 / 24)).check()
-    job(retake=RETAKE, recipe="dev").check()
-    job(**REFERRING, attention_mask=AttentionMask(FILE, 0.0), skip_stage_2=True).check()
-    job(**REFERRING | {"size": ONE}, images=(FIRST,)).check()
-    job(**REFERRING | DEV).check()
-    job(**DEV, images_as_guides=True, images=(FIRST,)).check()
-    job(**DEV, sampler="res_2s", num_inference_steps=31).check()
-    job(**DUBBED, images=(FIRST,)).check()
-    job(negative_prompt="grey", nag_scale=1).check()  # off, for a line of a prompts file
-    # HQ has its distilled LoRA in both stages.
-    job(**DEV, sampler="res_2s", stage_1_loras=LORAS, stage_2_loras=LORAS).check()
+    for inputs in (
+        DEV | dict(sound=SOUND, images=(ImageCondition(FILE, 16),)),
+        dict(retake=Retake(FILE, 0, 17 / 24)),
+        dict(retake=RETAKE, recipe="dev"),
+        REFERRING | dict(attention_mask=AttentionMask(FILE, 0.0), skip_stage_2=True),
+        REFERRING | dict(size=ONE, images=(FIRST,)),
+        REFERRING | DEV,
+        DUBBED | dict(images=(FIRST,)),
+        dict(negative_prompt="grey", nag_scale=1),  # off, for a line of a prompts file
+        # HQ has its distilled LoRA in both stages.
+        DEV | dict(sampler="res_2s", stage_1_loras=LORAS, stage_2_loras=LORAS),
+    ):
+        job(**inputs).check()
     make_job("", ONE).check_shape()
-    with pytest.raises(UserError, match="--prompt is empty"):
-        make_job("", ONE).check()
 
 
-# --- one job of each kind -------------------------------------------------------------------------
-
+LORA = str(ROOT / "test/demo_upscaler.safetensors")  # any file of weights
 SMALL, SQUARE = "--height 128 --width 192 --num-frames 9", "--height 128 --width 128 --two-stage"
 SMALL_CALL, SQUARE_CALL = dict(height=128, width=192, num_frames=9), dict(height=128, width=128, two_stage=True)
-# Flags -> the call of the Python API with the files film, long, voice and lora
+REFERENCE_AND_MASK = f"--ic-lora {LORA} --video-conditioning film 0.5 --conditioning-attention-mask film 0.5"
+IC = dict(ic_loras=[(LORA, 1.0)])
+OF_VIDEO = replace(DEFAULTS.video, cfg_scale=2.0, modality_scale=1.5)
+# Flags -> the call of the Python API with the files film, long and voice
 KINDS = {
-    f"{SMALL} --audio-path film 0.5 2 --image film 8 0.5 20": lambda x: dict(
-        SMALL_CALL, audio=SoundCondition(x.film, 0.5, 2.0), image=[ImageCondition(x.film, 8, 0.5, 20)]
-    ),
-    f"{SQUARE} --recipe dev --audio-path film --video-cfg-guidance-scale 2 --a2v-guidance-scale 1.5": lambda x: dict(
-        SQUARE_CALL,
-        audio=Path(x.film),
-        guidance=Guidance(replace(DEFAULTS.video, cfg_scale=2.0, modality_scale=1.5), StreamGuidance()),
-    ),
-    "--video-path film 0.1 0.2 --regenerate video": lambda x: dict(video=Retake(x.film, 0.1, 0.2, "video")),
-    "--video-path film --start-time 0.1 --end-time 0.2": lambda x: dict(video=x.film, start_time=0.1, end_time=0.2),
-    "--video-path long --extend -3 --num-frames 25": lambda x: dict(video=x.long, extend=-3, num_frames=25),
-    f"{SQUARE} --num-frames 9 --ic-lora lora --video-conditioning film 0.5 --conditioning-attention-mask film 0.5"
-    " --skip-stage-2": lambda x: dict(
-        SQUARE_CALL,
-        num_frames=9,
-        ic_loras=[(x.lora, 1.0)],
-        reference=[ReferenceVideo(x.film, 0.5, 9)],
-        attention_mask=AttentionMask(x.film, 0.5),
-        skip_stage_2=True,
-    ),
-    f"{SMALL} --ic-lora lora --video-conditioning film 1 --conditioning-attention-mask film 1": lambda x: dict(
-        SMALL_CALL, ic_loras=[(x.lora, 1.0)], reference=x.film, attention_mask=x.film
-    ),
-    f"{SQUARE} --recipe dev --sampler res_2s --images-as-guides --image film 8 0.5 --num-frames 9": lambda x: dict(
-        SQUARE_CALL, sampler="res_2s", images_as_guides=True, image=[ImageCondition(x.film, 8, 0.5)], num_frames=9
-    ),
-    f"{SQUARE} --reference-video film --reference-strength 0.5 --lora lora": lambda x: dict(
-        SQUARE_CALL, reference_video=Path(x.film), reference_strength=0.5, loras=[(x.lora, 1.0)]
-    ),
-    f"{SMALL} --recipe dev --reference-audio voice --ic-lora lora --identity-guidance-scale 1.5"
-    " --reference-audio-max-duration 0.5": lambda x: dict(
-        SMALL_CALL,
-        reference_audio=Path(x.voice),
-        identity_guidance_scale=1.5,
-        reference_audio_max_duration=0.5,
-        ic_loras=[(x.lora, 1.0)],
-    ),
-    f"{SMALL} --nag-scale 11 --negative-prompt grey": lambda _: dict(SMALL_CALL, nag_scale=11, negative_prompt="grey"),
-    f"{SMALL} --tail-frames 8": lambda _: dict(SMALL_CALL, tail_frames=8),
-    "--recipe dev --sound-only --num-frames 30 --frame-rate 25": lambda _: dict(
-        sound_only=True, num_frames=30, frame_rate=25
-    ),
+    f"{SMALL} --audio-path film 0.5 2 --image film 8 0.5 20": SMALL_CALL
+    | dict(audio=SoundCondition("film", 0.5, 2.0), image=[ImageCondition("film", 8, 0.5, 20)]),
+    f"{SQUARE} --recipe dev --audio-path film --video-cfg-guidance-scale 2 --a2v-guidance-scale 1.5": SQUARE_CALL
+    | dict(audio=Path("film"), guidance=Guidance(OF_VIDEO, StreamGuidance())),
+    "--video-path film 0.1 0.2 --regenerate video": dict(video=Retake("film", 0.1, 0.2, "video")),
+    "--video-path film --start-time 0.1 --end-time 0.2": dict(video="film", start_time=0.1, end_time=0.2),
+    "--video-path long --extend -3 --num-frames 25": dict(video="long", extend=-3, num_frames=25),
+    f"{SQUARE} --num-frames 9 {REFERENCE_AND_MASK} --skip-stage-2": SQUARE_CALL
+    | dict(reference=[ReferenceVideo("film", 0.5, 9)], attention_mask=AttentionMask("film", 0.5))
+    | dict(IC, num_frames=9, skip_stage_2=True),
+    f"{SMALL} {REFERENCE_AND_MASK.replace(' 0.5', ' 1')}": SMALL_CALL
+    | IC
+    | dict(reference="film", attention_mask="film"),
+    f"{SQUARE} --recipe dev --sampler res_2s --images-as-guides --image film 8 0.5 --num-frames 9": SQUARE_CALL
+    | dict(sampler="res_2s", images_as_guides=True, image=[ImageCondition("film", 8, 0.5)], num_frames=9),
+    f"{SQUARE} --reference-video film --reference-strength 0.5 --lora {LORA}": SQUARE_CALL
+    | dict(reference_video=Path("film"), reference_strength=0.5, loras=[(LORA, 1.0)]),
+    f"{SMALL} --recipe dev --ic-lora {LORA} --identity-guidance-scale 1.5 --reference-audio voice"
+    " --reference-audio-max-duration 0.5": SMALL_CALL
+    | dict(IC, reference_audio=Path("voice"), identity_guidance_scale=1.5, reference_audio_max_duration=0.5),
+    f"{SMALL} --nag-scale 11 --negative-prompt grey": dict(SMALL_CALL, nag_scale=11, negative_prompt="grey"),
+    f"{SMALL} --tail-frames 8": dict(SMALL_CALL, tail_frames=8),
+    "--recipe dev --sound-only --num-frames 30 --frame-rate 25": dict(sound_only=True, num_frames=30, frame_rate=25),
 }
 
 
-@pytest.fixture
-def files(clip, voice, ic_lora) -> SimpleNamespace:
-    return SimpleNamespace(film=clip(9, 32, 64), long=clip(26, 32, 64), voice=voice, lora=str(ic_lora().path))
+@pytest.fixture(params=KINDS, ids=str)
+def typed(request, clip, voice, tmp_path, monkeypatch) -> str:
+    """The flags of a kind, where its files are."""
+    for name, path in dict(film=clip(9), long=clip(26), voice=voice).items():
+        (tmp_path / name).symlink_to(path)
+    monkeypatch.chdir(tmp_path)
+    return request.param
 
 
-@pytest.fixture(params=[*KINDS], ids=[*KINDS])
-def kind(request, files) -> Job:
-    made = said(*(getattr(files, word, word) for word in request.param.split()))
-    made.check()
-    return made
-
-
-class Jobs:
+def engine_of(jobs: list[Job]) -> SimpleNamespace:
     """An engine that keeps the jobs that it is asked for."""
 
-    compat, options = COMPAT[None], RunOptions()
-    workspace = SimpleNamespace(spatial_scale=2.0)
-
-    def __init__(self):
-        self.jobs, self.on_step_end = [], None
-
-    def check_process(self) -> None:
-        pass
-
-    def run(self, jobs, **options):
-        self.jobs += jobs
+    def run(given, **options):
+        jobs.extend(given)
         raise UserError("enough")
 
+    workspace = SimpleNamespace(spatial_scale=2.0)
+    known = dict(compat=COMPAT[None], options=RunOptions(), workspace=workspace)
+    return SimpleNamespace(**known, check_process=lambda: None, run=run)
 
-def called(recipe: str = "distilled", **arguments) -> Job:
-    engine = Jobs()
+
+def test_a_job_is_the_same_by_flags_by_a_call_of_python_and_again_from_its_line(typed):
+    by_flags, called = said(*typed.split()).with_paths(lambda path: path.name), []
+    by_flags.check()
+    pipeline = LTXPipeline(engine_of(called), "dev" if "--recipe dev" in typed else "distilled")
     with pytest.raises(UserError, match="enough"):
-        LTXPipeline(engine, recipe)("rain", output_type="latent", **arguments)
-    (made,) = engine.jobs
-    made.check()
-    return made
-
-
-@pytest.mark.parametrize("typed", KINDS)
-def test_a_call_of_python_is_the_job_of_the_flags(typed, files):
-    by_flags = said(*(getattr(files, word, word) for word in typed.split()))
-    by_call = called("dev" if "--recipe dev" in typed else "distilled", **KINDS[typed](files))
-    assert by_call.describe() == by_flags.describe() and by_call.buckets == by_flags.buckets
-
-
-def test_a_job_is_the_same_again_from_its_line(kind, files):
-    line = json.loads(json.dumps(kind.with_paths(lambda path: path.name).to_line()))
-    folder = Path(files.voice if kind.reference_sound and not kind.dubbing else files.film).parent
-    assert job_of(line, folder).describe() == kind.describe()
-    assert json.loads(json.dumps(kind.describe())) == kind.describe()
+        pipeline("rain", output_type="latent", **KINDS[typed])
+    (by_call,) = called
+    by_call.check()
+    line = json.loads(json.dumps(by_flags.to_line()))
+    assert by_call.describe() == by_flags.describe() == job_of(line, Path()).describe()
+    assert by_call.buckets == by_flags.buckets
+    assert json.loads(json.dumps(by_flags.describe())) == by_flags.describe()
 
 
 def workspace(tiny, folder) -> Workspace:
     return Workspace(tiny.checkpoint, resolve("cpu"), folder, 2, "float32", tiny.gemma_root)
 
 
-def test_missing_graphs_are_refused_with_the_command_that_compiles_them(kind, tiny, tmp_path):
+def test_missing_graphs_are_refused_with_the_command_that_compiles_them(typed, tiny, tmp_path):
+    kind = said(*typed.split())
     with pytest.raises(UserError) as error:
         workspace(tiny, tmp_path).dit_program_for(kind, kind.stages[0])
     line = str(error.value).splitlines()[-1]
@@ -259,9 +221,6 @@ def test_missing_graphs_are_refused_with_the_command_that_compiles_them(kind, ti
     shape.check_shape()
     assert shape.buckets_to_compile == kind.buckets_to_compile
     assert not {"--start-time", "--audio-start-time", "--regenerate", "--sampler"} & {*words}
-
-
-# --- what a file tells ----------------------------------------------------------------------------
 
 
 def test_a_retake_and_a_reference_have_the_sizes_of_their_files(clip, ic_lora):
@@ -288,43 +247,56 @@ def test_a_video_to_dub_tells_its_length_and_rate_and_its_lora_the_scale(clip, i
     assert encode_inputs.notes(dubbed) == [f"{film}: 25 of 28 frames are used (8k+1)"]
 
 
-def test_lines_take_the_place_of_the_commands_fields_and_their_files_content_counts(tmp_path, clip, ic_lora):
-    def lines(*words, **line):
-        (tmp_path / "jobs.jsonl").write_text(json.dumps({"prompt": "rain"} | line))
-        return read_lines(tmp_path / "jobs.jsonl", flags.job_of_line(parsed(*words)), {})[0]
+def test_a_voices_defaults_are_those_of_id_lora_and_scales_are_flags(voice, ic_lora):
+    made, off = job(**VOICED), job(**VOICED | dict(reference_sound=SILENCED))
+    video, audio = made.resolved_guidance.streams
+    assert video == StreamGuidance(3.0, 1.0, (29,), 3.0) and audio == replace(video, cfg_scale=7.0)
+    assert (made.steps, made.identity_scale, made.passes) == (30, 3.0, (*PASSES, NO_VOICE))
+    assert (off.identity_scale, off.passes) == (0.0, PASSES)
+    assert make_job("rain", recipe="dev").resolved_guidance == DEFAULTS
+    words = "--recipe", "dev", "--reference-audio", voice, "--ic-lora", ic_lora().path
+    scales = "--identity-guidance-scale", 1.5, "--audio-cfg-guidance-scale", 4
+    plain, scaled, hq = (said(*words, *more) for more in ((), scales, ("--sampler", "res_2s", "--two-stage")))
+    for made in (plain, scaled, hq):
+        made.check()
+        assert made.resolved_guidance.video.rescale_scale == 0.0
+    assert plain.reference_sound == ReferenceAudio(voice, TREF) and plain.identity_scale == 3.0
+    audio = scaled.resolved_guidance.audio
+    assert (scaled.identity_scale, audio.cfg_scale, audio.stg_blocks) == (1.5, 4.0, (29,))
+    assert hq.resolved_guidance.audio.rescale_scale == 0.0
+    # A shape needs no LoRA, as its graphs do not depend on one.
+    shape = flags.shape(parsed("--reference-audio", voice, "--identity-guidance-scale", 0, compiles=True), "dev")
+    shape.check_shape()
+    assert not shape.buckets[0].identity
 
-    path = clip(9, 32, 64)
+
+def test_a_voice_is_all_of_a_file_or_its_first_seconds_and_noted_if_much_shorter_or_longer_than_the_trainings(voice):
+    assert read_voice(voice) == ReferenceAudio(voice, TREF)
+    assert read_voice(voice, reference_audio_max_duration=0.5) == ReferenceAudio(voice, 13, 0.5)
+    for latents, seconds in ((26, "1.0"), (126, None), (300, "12.0")):
+        notes = encode_inputs.notes(make_job("", reference_sound=ReferenceAudio(voice, latents)))
+        message = f"{voice} gives {seconds} s of sound; its LoRA was trained on about 5 s"
+        assert [message in note for note in notes] == [True] * (seconds is not None)
+
+
+def test_of_a_line_the_size_of_its_file_takes_the_place_of_the_commands(clip, ic_lora):
     words = "--height", 128, "--width", 128, "--num-frames", 9, "--two-stage"
-    plain = make_job("rain", Size(128, 128, 9, two_stage=True))
-    assert lines(*words).job == plain
-    sound = lines(*words, **{"audio_path": FILE, "audio-start-time": 0.5}).job
-    assert sound == replace(plain, sound=SoundCondition(FILE, 0.5))
-    # A file's size takes the place of the command's; of a clip to dub only its length does.
-    retake = lines(*words, video_path=path, start_time=0.1, end_time=0.3).job
+    job_of_line, path, lora = flags.job_of_line(parsed(*words)), clip(9, 32, 64), str(ic_lora().path)
+    retake = job_of_line({"prompt": "rain", "video_path": path, "start_time": 0.1, "end_time": 0.3})
     assert retake.describe() == make_job("rain", Size(32, 64, 9), retake=Retake(path, 0.1, 0.3)).describe()
-    dubbed = lines(*words, reference_video=clip(17, 32, 64, 25.0), lora=str(ic_lora().path)).job
+    dubbed = job_of_line({"reference_video": clip(17, 32, 64, 25.0), "lora": lora})  # the length of a clip to dub
     assert dubbed.size == Size(128, 128, 17, 25.0, two_stage=True)
-    content = tmp_path / "a.wav"
-    content.write_bytes(b"one")
-    before, again = (lines(audio_path=str(content)) for _ in range(2))
-    content.write_bytes(b"two")
-    assert before.digest == again.digest != lines(audio_path=str(content)).digest
 
 
 def test_a_run_depends_on_what_each_of_its_files_holds_and_not_on_where_they_lie(tiny, tmp_path, ic_lora):
-    opened, paths = workspace(tiny, tmp_path / "artifacts"), {}
-    for name in ("image", "sound", "reference", "mask", "video", "dubbed"):
-        paths[name] = str(tmp_path / name)
-        (tmp_path / name).write_bytes(b"before")
-    voice, loras = ReferenceAudio(paths["dubbed"], 25), (ic_lora(),)
+    opened, loras = workspace(tiny, tmp_path / "artifacts"), (ic_lora(),)
+    paths = {name: str(tmp_path / name) for name in ("image", "sound", "reference", "mask", "video", "dubbed")}
+    for path in paths.values():
+        Path(path).write_bytes(b"before")
+    references, voice = (replace(REFERENCE, path=paths["reference"]),), ReferenceAudio(paths["dubbed"], 25)
     kinds = [
         job(sound=SoundCondition(paths["sound"]), images=(ImageCondition(paths["image"]),)),
-        job(
-            TWO,
-            references=(replace(REFERENCE, path=paths["reference"]),),
-            stage_1_loras=loras,
-            attention_mask=AttentionMask(paths["mask"], 1.0),
-        ),
+        job(TWO, references=references, stage_1_loras=loras, attention_mask=AttentionMask(paths["mask"], 1.0)),
         job(retake=Retake(paths["video"], 0.1, 0.2)),
         job(TWO, dubbing=replace(REFERENCE, path=paths["dubbed"]), reference_sound=voice, loras=loras),
     ]
@@ -337,45 +309,80 @@ def test_a_run_depends_on_what_each_of_its_files_holds_and_not_on_where_they_lie
         assert run_identity(kind, opened, RunOptions()) == json.loads(json.dumps(before))
         elsewhere = kind.with_paths(lambda path: str(path.rename(f"{path}.moved")))
         assert run_identity(elsewhere, opened, RunOptions()) == before
-    assert {flag.split()[0] for kind in kinds for flag in kind.files} == {
-        *("--image", "--audio-path", "--video-conditioning", "--conditioning-attention-mask"),
-        *("--video-path", "--reference-video"),
-    }
+    assert sum(len(kind.files) for kind in kinds) == len(paths)
     # No output may lie on what any job of a run reads.
     named = Engine(opened, Recorder()).preflight.files_read([job(sound=SOUND), job(retake=RETAKE)])
     assert named[f"--audio-path {FILE}"] == Path(FILE) == named[f"--video-path {FILE}"]
 
 
-# --- calls that are refused -----------------------------------------------------------------------
-
-UNKNOWN = {"video_path": "unknown 'video_path'; did you mean video?", "qwertz": "unknown 'qwertz'"}
 CALLS = {
-    "reference_video: got 5, wanted a valid string": dict(reference_video=5),
+    "unknown 'video_path'; did you mean video?": dict(video_path="x"),
+    "unknown 'qwertz'": dict(qwertz="x"),
     "reference_strength needs reference_video FILE": dict(reference_strength=0.5),
     "video needs end_time: type the seconds": dict(video="a.mp4", start_time=0.5),
     "audio: got 5, wanted a valid string": dict(audio=5),
-    "height cannot be combined with video": dict(video="a.mp4", start_time=0.0, end_time=0.1, height=64),
     "--video-path a.mp4: no such file": dict(video="a.mp4", start_time=0.0, end_time=0.1),
     "image: got 'a.png', wanted": dict(image=["a.png"], output_type="mp4", output_path="out.mp4"),
 }
 
 
-@pytest.mark.parametrize("message", [*UNKNOWN.values(), *CALLS])
+@pytest.mark.parametrize("message", CALLS)
 def test_a_call_is_refused_by_the_names_of_its_arguments(message):
-    unknown = {name: "x" for name, text in UNKNOWN.items() if text == message}
-    with pytest.raises(TypeError if unknown else UserError) as error:
-        LTXPipeline(Jobs(), "distilled")("rain", **(unknown or CALLS[message]))
+    with pytest.raises(TypeError if "unknown" in message else UserError) as error:
+        LTXPipeline(engine_of([]), "distilled")("rain", **CALLS[message])
     assert message in str(error.value)
-    assert "qwertz" not in unknown or str(error.value) == message
 
 
 def test_an_image_at_frame_minus_1_is_the_last_frame_of_the_file_not_of_its_tail():
-    assert (
-        job(replace(ONE, num_frames=25), tail_frames=8, image=(ImageCondition(FILE, -1),)).placed[0].frame_index == 16
-    )
+    tailed = job(replace(ONE, num_frames=25), tail_frames=8, image=(ImageCondition(FILE, -1),))
+    assert tailed.placed[0].frame_index == 16
 
 
-def test_a_number_of_numpy_is_taken_and_an_array_of_one_is_not():
-    assert type(plain(np.float32(0.5))) is float
+def test_whole_numbers_of_numpy_paths_and_all_defaults_are_right_in_python():
+    image = ImageCondition(ROOT / "README.md", np.int64(8), np.float32(0.5), np.uint8(3))
+    numbers = {"height": np.int64(64), "num_frames": np.int32(9), "seed": np.uint64(3), "frame_rate": np.float32(24)}
+    for fields in ({}, {"frame_rate": 24}, numbers | {"image": (image,)}):
+        made = Job.validated({"prompt": "rain"} | fields, strict=True)
+        made.check()
+    (held,) = made.image
+    assert (held.frame_index, held.strength, held.crf) == (8, 0.5, 3) and type(plain(np.float32(0.5))) is float
     with pytest.raises(ValueError, match="wanted text or a number"):
         plain(np.ones(1))
+
+
+def test_a_legal_size_is_taken_whatever_else_is_left_to_its_default():
+    """No bound that follows from one field, such as a clip's frames, refuses another's default."""
+
+    def taken(chance) -> None:
+        recipe, stages = chance.choice(("distilled", "dev")), chance.choice((1, 2))
+        rate = chance.choice((1, 12.5, 24, 25, 30000 / 1001, 60))
+        frames = 8 * chance.choice((0, 1, 2, chance.randrange(200))) + 1
+        fields = {"num_frames": frames, "frame_rate": rate, "recipe": recipe, "two_stage": stages == 2}
+        if recipe == "dev" and stages == 1 and chance.random() < 0.2:
+            fields["sound_only"] = True
+        else:
+            fields |= {side: 32 * stages * chance.randint(1, 40) for side in ("height", "width")}
+            fields |= {"tail_frames": 8 * chance.randrange(20)} if chance.random() < 0.3 else {}
+            fields |= {"upscale": "both"} if stages == 1 and chance.random() < 0.3 else {}
+        fields |= {"sampler": "res_2s"} if stages == 2 and recipe == "dev" and frames % 16 == 1 else {}
+        fields |= {"nag_scale": 11.0} if recipe == "distilled" and chance.random() < 0.3 else {}
+        if audio_latent_frames(frames, rate):  # as every clip from 0.02 s on has
+            made = Job.validated({"prompt": "rain"} | fields)
+            made.check()
+            assert made.output_size.num_frames == frames and made.buckets
+
+    on_random(taken)
+
+
+def test_the_upsampler_of_one_and_a_half_makes_stage_1_two_thirds_of_the_size():
+    size = Size(96, 192, 9, two_stage=True, spatial_scale=1.5)
+    size.check()
+    made = make_job("rain", size)
+    assert size.first == Size(64, 128, 9)
+    assert made.scaled(1.5) is made and made.scaled(2.0).size == Size(96, 192, 9, two_stage=True)
+    assert [(stage.height, stage.width) for stage in made.stages] == [(64, 128), (96, 192)]
+    assert (made.height, made.two_stage) == (96, True)
+    assert made.describe()["spatial_scale"] == 1.5
+    assert "spatial_scale" not in make_job("rain", Size(two_stage=True)).describe()
+    with pytest.raises(UserError, match="height 512 is not a multiple of 96 .* 1.5 .*nearest valid: 480 or 576"):
+        Size(512, 768, 9, two_stage=True, spatial_scale=1.5).check()

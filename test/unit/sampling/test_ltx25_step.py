@@ -1,5 +1,4 @@
-"""Stage 1 of LTX-2.5's distilled recipe: marked keyframes, the ancestral sampler, generated
-keyframes."""
+"""Stage 1 of LTX-2.5's distilled recipe: marked keyframes, the ancestral sampler, generated keyframes."""
 
 import pytest
 import torch
@@ -15,22 +14,14 @@ from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.job import Job, Size
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import dit_program
-from ltx_neuron.sampling import latents
+from ltx_neuron.sampling import conditions, latents
 from ltx_neuron.sampling.compat import COMPAT
-from ltx_neuron.sampling.conditions import (
-    AttentionMask,
-    ImageCondition,
-    ReferenceAudio,
-    ReferenceVideo,
-    Retake,
-    SoundCondition,
-)
+from ltx_neuron.sampling.conditions import ImageCondition, ReferenceAudio, ReferenceVideo, Retake, SoundCondition
 from ltx_neuron.sampling.latent_state import initial_states
 from ltx_neuron.sampling.latents import between_keyframes
 from ltx_neuron.sampling.spec import LoraFile
 
-# Latents after step 1 and after all, by ltx-core and ltx-pipelines 1.2.0 on the same weights,
-# images and contexts (fp32).
+# Latents after step 1 and after all, by ltx-core and ltx-pipelines 1.2.0 on the same weights, images, contexts (fp32)
 GOLDEN = ROOT / "test/golden/ltx25_stage_1.safetensors"
 BOUND = 1e-6
 LTX_2_3, LTX_2_5 = RELEASES
@@ -49,9 +40,6 @@ def test_a_stage_equals_upstreams(blocks_per_graph):
     assert tensors.keys() == golden.keys()
     for name, tensor in golden.items():
         assert rel(tensors[name], tensor) < BOUND, name
-
-
-# --- which sampler, which tokens ------------------------------------------------------------------
 
 
 EARLIER = "ltx-pipelines-1.2.0"
@@ -81,35 +69,28 @@ def test_both_distilled_stages_of_a_release_use_its_sampler():
     assert [stage.noise for stage in job().stages] == [(10_000, 1.0), (20_000, 1.0)]
 
 
-@pytest.mark.parametrize(
-    "inputs",
-    [
-        {"sound": SOUND},
-        {"retake": Retake("film.mp4", 0.0, 0.3), "size": Size(128, 192, 17)},
-        {"references": (CLIP,)},
-        {"reference_sound": ReferenceAudio("voice.wav", 8)},
-        {"reference_sound": ReferenceAudio("clip.mp4", 8), "dubbing": CLIP},
-    ],
-    ids=["a sound", "a retake", "references", "a voice", "dubbing"],
-)
-def test_other_inputs_than_images_are_sampled_without_noise_as_upstream_does(inputs):
-    assert {*samplers(job(**inputs))} == {"euler"} and {*samplers(job(images=IMAGES))} == {"ancestral"}
+def test_other_inputs_than_images_are_sampled_without_noise_as_upstream_does():
+    retake = {"retake": Retake("film.mp4", 0.0, 0.3), "size": Size(128, 192, 17)}
+    voice = {"reference_sound": ReferenceAudio("voice.wav", 8)}
+    for inputs in ({"sound": SOUND}, {"references": (CLIP,)}, voice, retake):
+        assert {*samplers(job(**inputs))} == {"euler"}
+    assert {*samplers(job(images=IMAGES))} == {"ancestral"}
 
 
-@pytest.mark.parametrize(
-    ("changes", "frozen", "decoded"),
-    {
-        "guided": ({}, True, 1),
-        "guided, as of 1.2.0": ({"compat": EARLIER}, False, 1),
-        "guided, as of 1.0.0": ({"compat": "ltx-core-1.0.0"}, False, 2),
-        "distilled": ({"recipe": "distilled"}, False, 2),
-        "HQ": ({"sampler": "res_2s"}, False, 1),
-        "HQ, as of 1.0.0": ({"sampler": "res_2s", "compat": "ltx-core-1.0.0"}, False, 1),
-        "images as guides": ({"images_as_guides": True}, False, 2),
-        "references": ({"references": (CLIP,)}, False, 1),
-        "an input sound": ({"sound": SOUND, "compat": EARLIER}, True, 1),
-    }.values(),
-)
+# What a job of the dev recipe has -> whether stage 2 keeps the sound of stage 1, and the stage whose sound is decoded
+SOUNDS = [
+    ({}, True, 1),
+    ({"compat": EARLIER}, False, 1),
+    ({"compat": "ltx-core-1.0.0"}, False, 2),
+    ({"recipe": "distilled"}, False, 2),
+    ({"sampler": "res_2s"}, False, 1),
+    ({"images_as_guides": True}, False, 2),
+    ({"references": (CLIP,)}, False, 1),
+    ({"sound": SOUND, "compat": EARLIER}, True, 1),
+]
+
+
+@pytest.mark.parametrize(("changes", "frozen", "decoded"), SOUNDS)
 def test_stage_2_of_the_guided_recipe_keeps_the_sound_of_stage_1_which_is_decoded(changes, frozen, decoded):
     made = replace(job(None, recipe="dev"), **changes)
     assert made.freezes_sound(True) is frozen and made.freezes_sound(False) is bool(made.sound)
@@ -123,53 +104,39 @@ def test_an_images_crf_is_the_releases_unless_it_is_given():
     assert [len(image) for image in job(None, images=images).to_line()["image"]] == [3, 4]
 
 
+def inputs_of(config, bucket) -> dict[str, set[str]]:
+    program = dit_program(config, bucket, 1, SingleRank(), torch.float32, 1)
+    return {name: {*graph.inputs} for name, graph in program.graphs.items()}
+
+
 def test_graphs_take_the_keyframes_mask_if_the_model_has_one_and_noise_if_ancestral():
-    other = replace(CONFIG, use_keyframes_abs_pos_embedding=False)
-    assert CONFIG.digest != other.digest
-
-    def inputs(config, bucket):
-        program = dit_program(config, bucket, 1, SingleRank(), torch.float32, 1)
-        return {name: {*graph.inputs} for name, graph in program.graphs.items()}
-
-    plain = Bucket(12, 8, 1, 8)
-    marked, noisy = inputs(CONFIG, plain), inputs(CONFIG, replace(plain, ancestral=True))
-    unmarked = inputs(other, plain)
+    other, plain = replace(CONFIG, use_keyframes_abs_pos_embedding=False), Bucket(12, 8, 1, 8)
+    ancestral = replace(plain, ancestral=True)
+    assert CONFIG.digest != other.digest and ancestral.name == f"{plain.name}-ancestral"
+    marked, noisy, unmarked = inputs_of(CONFIG, plain), inputs_of(CONFIG, ancestral), inputs_of(other, plain)
     assert marked["head"] - unmarked["head"] == {"keyframes_mask"}
     assert noisy["tail"] - marked["tail"] == {"video_noise", "audio_noise", "ancestral"}
     assert [marked["blocks"], marked["tail"]] == [unmarked["blocks"], unmarked["tail"]]
-    assert inputs(CONFIG, Bucket(0, 8, 1, 8)) == inputs(other, Bucket(0, 8, 1, 8))
-    assert replace(plain, ancestral=True).name == f"{plain.name}-ancestral"
+    assert inputs_of(CONFIG, Bucket(0, 8, 1, 8)) == inputs_of(other, Bucket(0, 8, 1, 8))
 
 
-@pytest.mark.parametrize(
-    ("count", "frames", "wanted"),
-    [(0, 17, ()), (1, 17, (8,)), (2, 17, (5, 11)), (3, 121, (30, 60, 90)), (3, 5, (1, 2, 3))],
-)
-def test_generated_keyframes_lie_between_the_first_and_the_last_frame(count, frames, wanted):
-    assert between_keyframes(count, frames) == wanted
+def test_generated_keyframes_lie_between_the_first_and_the_last_frame():
+    wanted = {(0, 17): (), (1, 17): (8,), (2, 17): (5, 11), (3, 121): (30, 60, 90), (3, 5): (1, 2, 3)}
+    assert {each: between_keyframes(*each) for each in wanted} == wanted
 
 
-def marks(video, per_plane: int) -> list[float]:
-    """Of each plane of tokens, whether it is a keyframe's."""
-    planes = video.keyframes_mask.flatten().unflatten(0, (-1, per_plane))
-    assert torch.equal(planes, planes[:, :1].expand_as(planes))
-    return planes[:, 0].tolist()
-
-
-def test_stage_2_has_tokens_of_generated_keyframes_but_not_in_1_2_0():
+def test_keyframes_are_generated_beside_references_and_a_mask_behind_them_but_not_in_stage_2_of_1_2_0():
     plain = job(None, num_generated_keyframes=2)
     tokens = [[x.bucket(stage).video_tokens for stage in x.stages] for x in (plain, replace(plain, compat=EARLIER))]
     assert tokens == [[(3 + 2) * 6, (3 + 2) * 24], [(3 + 2) * 6, 3 * 24]]
-
-
-def test_keyframes_are_generated_beside_references_and_a_mask_behind_them():
-    made = job(None, num_generated_keyframes=2, references=(CLIP,), attention_mask=AttentionMask("mask.mp4"))
+    made = job(None, num_generated_keyframes=2, references=(CLIP,), attention_mask=conditions.AttentionMask("mask.mp4"))
     made.replaced(ic_lora=(LoraFile("ic"),)).check_rules()
     tensors = {"reference_latent": randn(1, 128, 3, 2, 3), "reference_attention": torch.ones(1, 18)}
     start = latents.zeros(64, 96, 17, 25.0, torch.float32)
     video, _ = initial_states(made, False, tensors, start, [], COMPAT[None], torch.float32)
     assert len(video.denoise_mask) == made.bucket(made.stages[0]).video_tokens == 18 + 18 + 12
-    assert marks(video, 6) == [1, *[0] * 5, 1, 1]
+    planes = video.keyframes_mask.flatten().unflatten(0, (-1, 6))  # the first frame and keyframes are marked
+    assert torch.equal(planes, torch.tensor([1, *[0] * 5, 1, 1])[:, None].expand_as(planes))
     # A keyframe and the clip attend to each other; a keyframe and a reference do not.
     assert video.bias.shape == (48, 48) and video.bias[:18].abs().max() == 0
     assert video.bias[-12:, :18].abs().max() == 0 and video.bias[-12:, 18:36].max() < -1e30

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import BF16_ROUNDING, FP32_ROUNDING, STREAMS, one_thread, randn, rel  # noqa: F401
+from helpers import FP32_ROUNDING, STREAMS, one_thread, randn, rel  # noqa: F401
 from jobs import make_job, replace
 
 from ltx_neuron.backends.ranks import NotFiniteError
@@ -13,15 +13,9 @@ from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.denoise import StageRun
 from ltx_neuron.errors import RunError
 from ltx_neuron.job import Size, Stage
+from ltx_neuron.sampling import samplers
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
-from ltx_neuron.sampling.samplers import (
-    GradientEstimation,
-    Res2s,
-    Stream,
-    ancestral_coefficients,
-    ancestral_steps,
-    evaluation_pairs,
-)
+from ltx_neuron.sampling.samplers import GradientEstimation, Res2s, Stream, ancestral_coefficients, evaluation_pairs
 from ltx_neuron.sampling.schedules import DISTILLED_MAX_STEPS, DISTILLED_SIGMAS, STAGE_2_SIGMAS, ltx2_schedule
 from ltx_neuron.sampling.shapes import GUIDED_MAX_STEPS
 
@@ -44,9 +38,7 @@ def predicted(video, audio, sigma):
 
 def starts(dtype):
     """Latents and clean latents of both streams."""
-    return {
-        stream: [randn(1, count, 8, seed=seed + count).to(dtype) for seed in (1, 2)] for stream, count in TOKENS.items()
-    }
+    return {stream: [randn(1, n, 8, seed=seed + n).to(dtype) for seed in (1, 2)] for stream, n in TOKENS.items()}
 
 
 def ours(sampler_of, schedule, masks, dtype, sigmas):
@@ -83,18 +75,14 @@ def theirs(loop, stepper, schedule, masks, dtype, **options):
     return [state.latent for state in states], torch.tensor(seen, dtype=torch.float64), steps
 
 
-def res_2s(schedule, masks, dtype):
-    from ltx_core.components.diffusion_steps import Res2sDiffusionStep
-    from ltx_pipelines.utils.samplers import res2s_audio_video_denoising_loop as loop
-
-    return theirs(loop, Res2sDiffusionStep(), schedule, masks, dtype, model_dtype=dtype)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("masks", [FREE, HELD], ids=["nothing held", "held in part"])
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 def test_res_2s_is_that_of_ltx_pipelines_bit_for_bit(schedule, masks, dtype):
-    wanted, sigmas, steps = res_2s(schedule, masks, dtype)
+    from ltx_core.components.diffusion_steps import Res2sDiffusionStep
+    from ltx_pipelines.utils.samplers import res2s_audio_video_denoising_loop as loop
+
+    wanted, sigmas, steps = theirs(loop, Res2sDiffusionStep(), schedule, masks, dtype, model_dtype=dtype)
     for got, want in zip(ours(Res2s, schedule, masks, dtype, sigmas), wanted, strict=True):
         assert got.dtype == want.dtype == dtype and torch.equal(got, want), rel(got, want)
     # The rows of a stage are the sigmas that the model is called with.
@@ -132,14 +120,11 @@ def test_an_ancestral_step_keeps_the_variance_of_a_rectified_flow():
         torch.testing.assert_close(row[0], wanted, rtol=2e-5, atol=1e-6)
     assert rows[-1, 0].tolist() == [0, 1, 1, 0, 0]  # the prediction
     assert {tuple(row) for row in rows[:, 1].tolist()} == {(1, 0, 1, 0, 0)}  # a frozen stream stays
-
-
-@pytest.mark.parametrize("seed", [-5, 2**64 - 1])
-def test_every_seed_has_ancestral_noise(seed):
     empty = [torch.zeros(1, 16, 4)] * 2
-    noise, _, _ = next(ancestral_steps((1.0, 0.5, 0.0), empty, (False, False), seed))
-    wanted = torch.Generator().manual_seed(seed % 2**64)
-    assert torch.equal(noise, torch.randn(1, 16, 4, generator=wanted))
+    for seed in (-5, 2**64 - 1):  # every seed has noise
+        noise, _, _ = next(samplers.ancestral_steps((1.0, 0.5, 0.0), empty, (False, False), seed))
+        wanted = torch.Generator().manual_seed(seed % 2**64)
+        assert torch.equal(noise, torch.randn(1, 16, 4, generator=wanted))
 
 
 def test_ranks_that_differ_and_predictions_that_are_not_finite_are_errors():
@@ -159,8 +144,6 @@ def test_ranks_that_differ_and_predictions_that_are_not_finite_are_errors():
         run.step(1)
 
 
-# --- jobs -----------------------------------------------------------------------------------------
-
 HQ = make_job("a", Size(128, 192, 17, 24.0, two_stage=True), recipe="dev", sampler="res_2s")
 
 
@@ -169,12 +152,12 @@ def test_the_schedule_of_hq_follows_the_tokens_of_stage_1_as_ltx_cores_does(shap
     from ltx_core.components.schedulers import LTX2Scheduler
 
     frames, rows, columns = shape
-    size = Size(64 * rows, 64 * columns, 8 * frames - 7, two_stage=True)
-    first, second = replace(HQ, size=size).stages
+    hq = replace(HQ, size=Size(64 * rows, 64 * columns, 8 * frames - 7, two_stage=True))
+    first, second = hq.stages
     wanted = LTX2Scheduler().execute(15, latent=torch.empty(1, 128, *shape))
     assert torch.equal(torch.tensor(first.sigmas), wanted)
     assert second.sigmas == STAGE_2_SIGMAS and first.sampler == second.sampler == "res_2s"
-    euler = replace(HQ, size=size, sampler="euler", num_inference_steps=15)
+    euler = replace(hq, sampler="euler", num_inference_steps=15)
     assert (torch.tensor(euler.stages[0].sigmas) - wanted).abs().max() > SHOWS
 
 
@@ -187,18 +170,14 @@ def test_hq_has_the_defaults_of_ltx_pipelines_and_the_graphs_of_the_dev_recipe()
         guidance = dataclasses.asdict(getattr(HQ.resolved_guidance, stream))
         assert guidance | {"stg_blocks": list(guidance["stg_blocks"])} == wanted
     most = replace(HQ, num_inference_steps=31)
-    most.check()
-    dev = replace(most, sampler="euler")
-    assert [most.bucket(stage) for stage in most.stages] == [dev.bucket(stage) for stage in dev.stages]
+    dev, estimating = replace(most, sampler="euler"), replace(HQ, sampler="gradient_estimation")
+    for job in (most, estimating):
+        job.check()
+    assert most.buckets == dev.buckets
     assert [len(stage.evaluations) for stage in most.stages] == [63, 7]
     assert GUIDED_MAX_STEPS >= 63 and DISTILLED_MAX_STEPS >= 7
-    estimating = replace(HQ, sampler="gradient_estimation")
-    estimating.check()
     assert [stage.sampler for stage in estimating.stages] == ["gradient_estimation", "euler"]
-
-
-def test_every_substep_is_a_first_step_to_guidance_that_skips():
-    """As upstream calls it: a stream that skips every second step computes in all substeps."""
+    # Every substep is a first step to guidance that skips, as upstream calls it.
     evaluations = Stage("stage_1", 64, 64, GUIDED, guided=True, sampler="res_2s").evaluations
     enabled = Guidance(StreamGuidance(skip_step=1), StreamGuidance(skip_step=2)).enabled_steps(evaluations, 64)
     assert enabled[1:10:2].all()

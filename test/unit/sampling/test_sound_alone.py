@@ -5,12 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import (
-    ltx_model,
-    made_config,
-    one_thread,  # noqa: F401
-    save_weights,
-)
+from helpers import made_config, one_thread, save_weights  # noqa: F401
 from steps import AUDIO_TOKENS, SHAPE
 from tiny.config import TinySizes
 
@@ -29,35 +24,17 @@ from ltx_neuron.service.fields import read_request
 from ltx_neuron.service.sizes import _records
 from ltx_neuron.weights import sharding
 
-STEPS, STEP = 3, 1
+STEPS = 3
 ALONE = Bucket(0, AUDIO_TOKENS, 1, STEPS, guided=True)
 JOINT = Bucket(SHAPE[0] * SHAPE[1] * SHAPE[2], AUDIO_TOKENS, 1, STEPS, guided=True)
 
 
-def job(**fields) -> Job:
-    return Job(prompt="rain", sound_only=True, **{"recipe": "dev", **fields})
-
-
-# --- graphs and a stage ---------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def model():
-    """The config of two blocks and random weights."""
-    content, config = made_config(TinySizes(layers=2))
-    return config, ltx_model(content).state_dict()
-
-
-def program_of(model, bucket: Bucket):
-    return dit_program(model[0], bucket, 1, SingleRank(), torch.float32, 0)
-
-
-def test_its_graphs_use_the_weights_of_the_audio_and_no_field_of_the_video(model):
-    alone, joint = program_of(model, ALONE), program_of(model, JOINT)
+def test_its_graphs_use_the_weights_of_the_audio_and_no_field_of_the_video():
+    _, config = made_config(TinySizes(layers=2))
+    alone, joint = (dit_program(config, bucket, 1, SingleRank(), torch.float32, 0) for bucket in (ALONE, JOINT))
     names = {name for name in joint.weights() if sharding.ALONE[0].fullmatch(name)}
     assert names == alone.weights().keys() and names and not any("video" in name for name in names)
-    inputs = {field for graph in alone.graphs.values() for field in graph.inputs}
-    assert inputs <= alone.fields.keys()
+    assert {field for graph in alone.graphs.values() for field in graph.inputs} <= alone.fields.keys()
     assert not any("video" in field or "cross" in field for field in alone.fields)
     assert ALONE.name == f"a{AUDIO_TOKENS}-t1-s{STEPS}-guided" and not may_divide(ALONE, 4)
 
@@ -82,11 +59,8 @@ def test_ranks_load_a_part_of_the_weights_and_later_the_rest_once(tmp_path):
     assert all(tensor.sum() == 8 for tensor in replaced.values())
 
 
-# --- jobs -----------------------------------------------------------------------------------------
-
-
 def test_any_number_of_frames_gives_the_length_and_the_passes_are_the_sounds():
-    alone = job(num_frames=30, frame_rate=25.0)
+    alone = Job(prompt="rain", sound_only=True, recipe="dev", num_frames=30, frame_rate=25.0)
     alone.check()
     (bucket,) = alone.buckets_to_compile
     assert bucket.name == "a30-t1-s64-guided" and alone.steps == 30 and len(alone.stages) == 1
@@ -127,9 +101,9 @@ def test_a_sound_is_written_as_16_bit_stereo_at_its_own_rate_to_a_wav_alone(tmp_
     assert stored.view(3, 2).T.tolist() == [[0, 16383, 32767], [-32767, -16383, 1]]
     assert [*tmp_path.iterdir()] == [path]
     check_output_path(tmp_path / "out.WAV", sound_only=True)
-    message = r"got --output-path .*out\.mp4: a sound is written as \.wav; type .*out\.wav"
-    with pytest.raises(UserError, match=message):
-        check_output_path(tmp_path / "out.mp4", sound_only=True)
-    message = 'the output is an MP4 file, got ".*out.wav"; .* or type --sound-only for a sound'
-    with pytest.raises(UserError, match=message):
-        check_output_path(path)
+    for name, sound_only, message in (
+        ("out.mp4", True, r"got --output-path .*out\.mp4: a sound is written as \.wav; type .*out\.wav"),
+        ("out.wav", False, 'the output is an MP4 file, got ".*out.wav"; .* or type --sound-only for a sound'),
+    ):
+        with pytest.raises(UserError, match=message):
+            check_output_path(tmp_path / name, sound_only)
