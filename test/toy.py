@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ltx_neuron.backends.export import TorchDistComm, compile_program, fake_process_group
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.torchdist.host import TorchDistRanks
-from ltx_neuron.config.profiles import PROFILES
+from ltx_neuron.config.profiles import PROFILES, Profile
 from ltx_neuron.models.parallel import Comm, RowLinear
 from ltx_neuron.models.programs import Program
 from ltx_neuron.models.signatures import Field
@@ -102,9 +102,9 @@ def pids_of(ranks: TorchDistRanks) -> list[int]:
     return pids
 
 
-def ready(toy) -> TorchDistRanks:
+def ready(toy, profile: Profile = PROFILES["cpu"]) -> TorchDistRanks:
     """Ranks of their own, that a test may break."""
-    ranks = TorchDistRanks(PROFILES["cpu"], TP)
+    ranks = TorchDistRanks(profile, TP)
     ranks.load(toy.folders[1], toy.programs, torch.float32)
     upload(ranks, toy)
     return ranks

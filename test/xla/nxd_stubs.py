@@ -12,7 +12,6 @@ import json
 import os
 import runpy
 import sys
-import tempfile
 import types
 from collections import defaultdict
 from contextlib import nullcontext
@@ -46,19 +45,6 @@ def _importable(name: str) -> bool:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:
         return False
-
-
-def run_script(path: str, *arguments: str) -> None:
-    """A script of the toolkit in this process, on cores that are this host's memory."""
-    with tempfile.TemporaryDirectory() as folder:
-        library = install(Path(os.environ[SOURCE]), Path(folder))
-        sys.argv = [path, *arguments]
-        sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
-        from ltx_neuron.backends.nxd import runtime
-
-        runtime.to_core = lambda tensor, rank: tensor.clone()
-        runpy.run_path(path, run_name="__main__")
-        del library
 
 
 def install(source: Path, folder: Path) -> torch.library.Library:
@@ -441,8 +427,3 @@ def _to_torch(array) -> torch.Tensor:
     if values.dtype.name == "bfloat16":
         return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(values)
-
-
-if __name__ == "__main__":
-    sys.modules["nxd_stubs"] = sys.modules["__main__"]  # one module, whichever way it is imported
-    run_script(*sys.argv[1:])

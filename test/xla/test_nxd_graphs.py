@@ -2,7 +2,6 @@
 
 import json
 import math
-from pathlib import Path
 
 import nxd_fixtures as nxd
 import nxd_stubs
@@ -110,19 +109,6 @@ def test_a_weight_that_became_a_constant_is_refused(workspace, cut, name, weight
 # --- identities, flags and the compiler -------------------------------------------------------------------------------
 
 
-def test_compiling_again_compiles_nothing(workspace, monkeypatch):
-    """ModelBuilder V2 does not use the compiler's cache; ours is the finished folder."""
-
-    def graphs() -> dict[Path, float]:
-        return {path: path.stat().st_mtime for path in (workspace.artifacts / "graphs").glob("*/*.pt")}
-
-    monkeypatch.setattr(nxd_compile, "trace", lambda *_: pytest.fail("traced again"))
-    before = graphs()
-    build.make(workspace, workspace.text_graphs())
-    build.make(workspace, workspace.dit_graphs(SHAPE.buckets))
-    assert graphs() == before
-
-
 def test_the_identity_of_a_graph_has_versions_flags_and_sizes_and_no_working_file_stays(workspace):
     graphs = [*workspace.text_graphs(), *workspace.dit_graphs(SHAPE.buckets)]
     assert len(graphs) == 5
@@ -179,33 +165,3 @@ def test_the_probe_of_groups_finds_right_results(layout, eight_ranks):
     tp, settings = LAYOUTS[layout]
     findings = [*probe(resolve("trn2.48xlarge", settings), tp)]
     assert [(each.check, each.state) for each in findings] == [("group tp", "ok"), ("group cp", "ok")]
-
-
-# How groups reach the compiler -> the finding: ranks in another order, as a runtime that sorts a group's ranks along
-# the torus would have them; none, as torch_neuronx once lowered them (aws-neuron-sdk issue 1107): the world's.
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        (lambda groups: [ranks[::-1] for ranks in groups], "over ranks [[3, 2, 1, 0], [7, 6, 5, 4]]"),
-        (lambda groups: None, "over ranks [], wanted one of"),
-    ],
-    ids=["reversed", "lost"],
-)
-def test_groups_that_were_changed_are_not_compiled(eight_ranks, monkeypatch, change, text):
-    collectives = nxd_compile.XlaComm._collectives
-
-    def changed(comm):
-        xm, groups = collectives(comm)
-        return xm, change(groups)
-
-    monkeypatch.setattr(nxd_compile.XlaComm, "_collectives", changed)
-    profile = resolve("trn2.48xlarge", ("context_parallel=2",))
-    (finding,) = probe(profile, 4)
-    assert finding.state == "blocks" and text in finding.text
-    if change([[0, 1]]):  # compiled all the same, the results are wrong
-        compiled = mesh.compiled(profile, 4)
-        monkeypatch.setattr(mesh, "compiled", lambda *_: {name: change(groups) for name, groups in compiled.items()})
-        findings = [*probe(profile, 4)]
-        assert [each.state for each in findings] == ["blocks"] * 2
-        assert "rank 0 gathers from ranks [3, 2, 1, 0], wanted [0, 1, 2, 3]" in findings[0].text
-        assert "rank 0 gathers from ranks [4, 0], wanted [0, 4]" in findings[1].text

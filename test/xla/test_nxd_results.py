@@ -1,10 +1,7 @@
 """Every kind of graph on NxD's ranks gives the results of one rank of the other backend, or of the host, in fp32."""
 
 import math
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import nxd_fixtures as nxd
@@ -13,7 +10,6 @@ import torch
 from helpers import made_film, randn, rel, run_program, save_weights, tone, write_sound
 from jobs import make_job, read_voice, replace
 from nxd_fixtures import CUT, FP32, LATENTS, LAYOUTS, PER_BLOCK, PROMPT, SIZE, TP, WHOLE, assert_close, open_workspace
-from safetensors.torch import load_file
 from tiny import TinySizes
 from tiny.config import merge, tiny_config
 
@@ -46,7 +42,6 @@ if nxd.MISSING:
 pytest_plugins = ["nxd_fixtures"]
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("nxd_source")]
 
-ROOT = Path(__file__).resolve().parents[2]
 SEQUENCE_PARALLEL = "sequence_parallel=true"
 
 # --- a job in two stages ----------------------------------------------------------------------------------------------
@@ -63,29 +58,6 @@ def expected(assets, tmp_path_factory):
 
 def test_every_context_and_latent_of_a_two_stage_job(generated, expected):
     assert_close(generated.tensors, expected, ("video_context", "audio_context", *LATENTS))
-
-
-@pytest.mark.timeout(900)
-def test_the_five_scripts_on_the_profile_of_the_device(assets, generated, tmp_path):
-    """Sharded, compiled and generated as a user types it, but for the closed packages."""
-    size = ["--height", 64, "--width", 64, "--num-frames", 9, "--frame-rate", 24, "--two-stage"]
-    gemma = ["--gemma-root", assets.gemma_root]
-    common = ["--checkpoint-path", assets.checkpoint, "--artifacts-dir", tmp_path / "artifacts", "--dtype", "float32"]
-    common += ["--profile", "trn2.3xlarge", "--profile-set", CUT]
-    video, saved = tmp_path / "v.mp4", tmp_path / "t.safetensors"
-    files = ["--output-path", video, "--save-tensors", saved, "--spatial-upsampler-path", assets.spatial_upsampler]
-    for script, words in {
-        "shards/shard_backbone_weights.py": (),
-        "shards/shard_gemma3_weights.py": gemma,
-        "compile/compile_transformer.py": size,
-        "compile/compile_gemma3.py": gemma,
-        "src/generate_ltx23.py": [*gemma, *size, *files, "--neuron-gemma", "--prompt", PROMPT],
-    }.items():
-        command = [sys.executable, ROOT / "test/xla/nxd_stubs.py", ROOT / script, *common, *words]
-        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=250, cwd=ROOT)
-        assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
-    assert_close(load_file(saved), generated.tensors, ("video_context", "audio_context", *LATENTS))
-    assert video.stat().st_size > 0
 
 
 # --- jobs of every kind of graph --------------------------------------------------------------------------------------

@@ -223,6 +223,7 @@ def checked(line: str, groups=RANKS) -> str:
         ("f32[<=2]{0} add(f32[2]{0} %a.1, f32[2]{0} %a.1)", "only at run time"),
         ("f8e4m3fn[2]{0} convert(%a.1)", "NCC_EVRF051"),
         ('f32[2]{0} custom-call(%a.1), custom_call_target="Other"', "NCC_EHCA005"),
+        ("s32[2]{0} all-reduce(%a.1), replica_groups={{0,1,2,3}}, to_apply=%sum", "NCC_EVRF061"),
         ("f32[2]{0} collective-permute(%a.1), source_target_pairs={{0,1}}", "Comm has only all-gather, all-reduce, re"),
         ("f32[8]{0} all-gather(%a.1), replica_groups={{0,1},{2,3}}, dimensions={0}", "ranks {{0,1},{2,3}}"),
         ("f32[2]{0} all-reduce(%a.1), replica_groups={}, to_apply=%sum", "ranks {}"),
