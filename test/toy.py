@@ -1,13 +1,12 @@
-"""The smallest program that ranks of a backend may run, in its files, for tests of their
-processes."""
+"""The smallest program that ranks of a backend may run, in its files, for tests of their processes."""
 
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import torch
-from helpers import allowed, randn, save_weights
+from helpers import allowed, randn, save_weights, wait_for
 from torch import Tensor, nn
 
 from ltx_neuron.backends.export import TorchDistComm, compile_program, fake_process_group
@@ -25,8 +24,7 @@ SOON = 10  # seconds in which every process must have ended; it takes a tenth of
 
 
 class Toy(nn.Module):
-    """One matrix product split over the ranks, a step's number, and a table of which each rank has
-    its own part."""
+    """One matrix product split over the ranks, a step's number, and a table of which each rank has its own part."""
 
     def __init__(self, width: int, comm: Comm, name: str):
         super().__init__()
@@ -82,18 +80,15 @@ def alive(pids: list[int]) -> list[int]:
 
     def running(pid: int) -> bool:
         try:
-            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-        except (FileNotFoundError, ProcessLookupError):
+            return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+        except psutil.NoSuchProcess:
             return False
 
     return [pid for pid in pids if running(pid)]
 
 
 def assert_all_end(pids: list[int]) -> None:
-    until = time.monotonic() + allowed(SOON)
-    while alive(pids) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert alive(pids) == []
+    wait_for(lambda: alive(pids) == [], allowed(SOON))
 
 
 def pids_of(ranks: TorchDistRanks) -> list[int]:

@@ -45,17 +45,12 @@ KILL_SECONDS = 15.0  # that the kernel has to end a killed process
 
 
 class Section(NamedTuple):
-    """A test of test_device.py.
-
-    minutes  an estimate of what it takes
-    run      returns the lines of what it found
-    needs    names of the sections that must be done before it
-    """
+    """A test of test_device.py."""
 
     name: str
-    minutes: float
-    run: Callable[["Bench"], Iterable[str]]
-    needs: tuple[str, ...] = ()
+    minutes: float  # an estimate of what it takes
+    run: Callable[["Bench"], Iterable[str]]  # returns the lines of what it found
+    needs: tuple[str, ...] = ()  # names of the sections that must be done before it
 
     @property
     def title(self) -> str:
@@ -112,8 +107,7 @@ class Bench:
             page.writelines(f"{public(line)}\n" for line in lines)
 
     def begin(self, section: Section) -> None:
-        """Give a section its time. It is skipped where the time ends before its estimate, or one that it needs is not
-        done."""
+        """Give a section its time; skip it where that is too short, or one that it needs is not done."""
         if missing := [need.replace("_", " ") for need in section.needs if need not in self.done]:
             pytest.skip(f"needs {', '.join(missing)}")
         left = max(0.0, self.end - time.monotonic()) / 60
@@ -131,9 +125,8 @@ class Bench:
         return Target(self.profile.name, settings, self.args.dtype)
 
     def run(self, log: str, *command: object, codes: tuple[int, ...] = (0,)) -> str:
-        """The output of a Python script of this repository, run in its own process; it is in logs/ too. The section
-        fails where the exit code is not among `codes`, or where the script takes longer than SCRIPT_SECONDS; it is
-        skipped where its own time ends."""
+        """The output of a Python script, run in its own process; it is in logs/ too. The section fails where the exit
+        code is not among `codes` or the script takes longer than SCRIPT_SECONDS, and is skipped where its time ends."""
         path = self.folder / "logs" / f"{log}.log"
         path.parent.mkdir(parents=True, exist_ok=True)
         # Scripts of this folder import others of it.
@@ -170,8 +163,7 @@ class Bench:
         pytest.skip(f"{stopped}: {why} ({path}):\n{last}")
 
     def probed(self, name: str, **content) -> dict:
-        """What probes.py finds. Probes attend to nothing: a kernel that is missing is found by the sections that need
-        it."""
+        """What probes.py finds. Probes attend to nothing: the sections that need a kernel find that it is missing."""
         request, output = self.folder / f"{name}-request.json", self.folder / f"{name}.json"
         content |= {"probe": name, "folder": str(self.folder / name), "output": str(output), "tp": self.tp}
         settings = [*self.profile.settings, "attention=matmul"]
@@ -199,13 +191,14 @@ class Bench:
         text = ["shard_gemma3", "compile_gemma3"] * gemma
         return self.make(model, target, "shard_dit", "compile_dit", *text)
 
-    def generate(self, model: Model, target: Target, name: str, *more: object) -> tuple[dict[str, Tensor], dict]:
-        """Run generate_ltx23.py: every named tensor, and the latency report."""
+    def generate(self, model: Model, target: Target, name: str, *more: object) -> dict[str, Tensor]:
+        """Run generate_ltx23.py: every named tensor. Its latency report goes to the page."""
         out = self.folder / f"{model.name}-{name}"
         words = ["--prompt", PROMPT, "--output-path", out / "video.mp4", "--perf-dump-path", out / "perf.json"]
         words += ["--save-tensors", out / "tensors.safetensors", *more]
         self.run(f"{model.name}-generate-{name}", *self.scripts(model, target).command("generate", *words))
-        return load_file(out / "tensors.safetensors"), table.load(out / "perf.json")
+        self.say("", f"{name}:", "```", table.table(table.load(out / "perf.json")), "```", "")
+        return load_file(out / "tensors.safetensors")
 
     def step(self, model: Model, target: Target, kind: str = "variant", steps: int = 1) -> tuple[dict, dict]:
         """The latents of each stage's last step from seeded noise, and the times, of a variant that `ltx-neuron tune`

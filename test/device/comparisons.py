@@ -87,13 +87,12 @@ def three_way(device: dict, bf16: dict, fp32: dict, names: Iterable[str]) -> Ite
 
 def tiny_video(bench: Bench, model: Model) -> Iterator[str]:
     """Two stages through the real script: twice alike, and its text contexts by the three-way rule."""
-    (first, report), (second, again) = (bench.generate(model, bench.device(model), f"device-{n}") for n in (1, 2))
-    yield f"End to end {report['end_to_end_seconds']:.1f} s, again {again['end_to_end_seconds']:.1f} s.\n"
+    first, second = (bench.generate(model, bench.device(model), f"device-{n}") for n in (1, 2))
     on_cpu = {}
     for dtype in ("float32", "bfloat16"):
         target = BF16._replace(dtype=dtype)
         bench.prepare(model, target, gemma=True)
-        on_cpu[dtype], _ = bench.generate(model, target, f"cpu-{dtype}")
+        on_cpu[dtype] = bench.generate(model, target, f"cpu-{dtype}")
     yield from three_way(first, on_cpu["bfloat16"], on_cpu["float32"], ("video_context", "audio_context"))
     latents = ("s1_video", "s1_audio", "s2_video", "s2_audio")
     drift = ", ".join(f"{name} {rel(first[name], on_cpu['bfloat16'][name]):.2%}" for name in latents)
@@ -106,19 +105,12 @@ def tiny_video(bench: Bench, model: Model) -> Iterator[str]:
 def decoded_on_ranks(bench: Bench, model: Model, *settings: str) -> Iterator[str]:
     """A video whose frames come from the ranks, against the host's of equal latents. With a film its latents do too,
     and with sound_on_ranks=true the sound."""
-    target, made = bench.device(model), []
+    target = bench.device(model)
     target = target._replace(settings=(*target.settings, *settings))
     yield bench.make(model, target, "shard_vae", "compile_vae")
-    for name, more in (("host", ()), ("ranks", ("--neuron-vae",))):
-        tensors, perf = bench.generate(model, target, f"decoded-{name}", *more)
-        made.append({name: tensor.float() for name, tensor in tensors.items()})
-        seconds = dict.fromkeys(("encode_inputs", "decode_video", "decode_audio"), 0.0)
-        for phase in perf["phases"]:
-            if phase["name"] in seconds:
-                seconds[phase["name"]] += phase["seconds"]
-        listed = ", ".join(f"{name} {each:.2f}" for name, each in seconds.items())
-        yield f"On the {name}, seconds: {listed}, end to end {perf['end_to_end_seconds']:.1f}."
-    host, ranks = made
+    places = {"host": (), "ranks": ("--neuron-vae",)}
+    runs = (bench.generate(model, target, f"decoded-{place}", *more) for place, more in places.items())
+    host, ranks = ({name: tensor.float() for name, tensor in tensors.items()} for tensors in runs)
     difference = (ranks["frames"] - host["frames"]).abs()
     psnr = 20 * math.log10(255 / max(difference.square().mean().sqrt().item(), 1e-9))
     most = f"at most {difference.max():.0f} of 255"
