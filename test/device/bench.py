@@ -40,8 +40,7 @@ STEPS = 10  # warm ones that are timed
 LONGEST = 4  # a section that takes so many times its estimate may hang: the others want their time
 SCRIPT_SECONDS = 3 * 3600  # published compiles take up to half an hour; what takes longer than this hangs
 SHOWN_LINES = 15  # of a failed script's output
-TIDY_SECONDS = 15.0  # that a script has to end its ranks
-KILL_SECONDS = 15.0  # that the kernel has to end a killed process
+TIDY_SECONDS = 15.0  # that a script has to end its ranks, and the kernel to end a killed process
 
 
 class Section(NamedTuple):
@@ -62,11 +61,6 @@ class Target(NamedTuple):
     settings: tuple[str, ...]
     dtype: str
 
-    @property
-    def flags(self) -> list[str]:
-        settings = [word for setting in self.settings for word in ("--profile-set", setting)]
-        return ["--profile", self.profile, *settings, "--dtype", self.dtype]
-
 
 BF16 = Target("cpu", (), "bfloat16")
 
@@ -81,13 +75,6 @@ class Model(NamedTuple):
     size: Size
     artifacts: Path
     film: Path | None = None  # of that size, to be made again from its first frame to its last
-
-    @property
-    def size_flags(self) -> list[object]:
-        if self.film is None:
-            return size_flags(self.size)
-        span = ["--start-time", 0, "--end-time", self.size.seconds]
-        return ["--video-path", self.film, *span, *["--two-stage"] * self.size.two_stage]
 
 
 class Bench:
@@ -152,15 +139,14 @@ class Bench:
         text = path.read_text(errors="replace")
         if code in codes:
             return text
-        last = "\n".join(text.replace("\r", "\n").strip().splitlines()[-SHOWN_LINES:])
+        last = "\n".join([f" ({path}):", *text.replace("\r", "\n").strip().splitlines()[-SHOWN_LINES:]])
         if code is not None:
-            pytest.fail(f"{log} ended with exit code {code} ({path}):\n{last}", pytrace=False)
+            pytest.fail(f"{log} ended with exit code {code}{last}", pytrace=False)
         now = time.monotonic()
         stopped = f"{log} was stopped after {(now - began) / 60:.1f} minutes"
         if now < self.section_end:
-            pytest.fail(f"{stopped}, its longest time ({path}):\n{last}", pytrace=False)
-        why = f"{LONGEST} times the estimate" if now < self.end else "the budget ended"
-        pytest.skip(f"{stopped}: {why} ({path}):\n{last}")
+            pytest.fail(f"{stopped}, its longest time{last}", pytrace=False)
+        pytest.skip(f"{stopped}: {f'{LONGEST} times the estimate' if now < self.end else 'the budget ended'}{last}")
 
     def probed(self, name: str, **content) -> dict:
         """What probes.py finds. Probes attend to nothing: the sections that need a kernel find that it is missing."""
@@ -173,8 +159,13 @@ class Bench:
         return read_json(output)
 
     def scripts(self, model: Model, target: Target) -> Scripts:
-        run = ["--tp-degree", self.tp, *target.flags]
-        size = [*model.size_flags, "--recipe", "distilled"]
+        settings = [word for setting in target.settings for word in ("--profile-set", setting)]
+        run = ["--tp-degree", self.tp, "--profile", target.profile, *settings, "--dtype", target.dtype]
+        size = size_flags(model.size)
+        if model.film:
+            size = ["--video-path", model.film, "--start-time", 0, "--end-time", model.size.seconds]
+            size += ["--two-stage"] * model.size.two_stage
+        size += ["--recipe", "distilled"]
         return Scripts(model.checkpoint, model.artifacts, run, size, model.gemma_root, model.upsampler)
 
     def make(self, model: Model, target: Target, *names: str) -> str:
@@ -221,7 +212,7 @@ def end_group(process: subprocess.Popen) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     with suppress(subprocess.TimeoutExpired):  # one that waits in the driver does not end
-        process.wait(KILL_SECONDS)
+        process.wait(TIDY_SECONDS)
 
 
 def doctor_flags(args: argparse.Namespace) -> list[object]:

@@ -41,13 +41,12 @@ def pytest_addoption(parser):
     add("--minutes", type=float, metavar="N", help=help)
     help = "leave out the two blocks at full width (a file of 2.9 GB, made in 10 GB of memory)"
     add("--skip-wide", action="store_true", help=help)
-    help = "report, bundle, logs and what the runs leave"
-    add("--work-dir", type=Path, default=verbs.WORK_DIR, metavar="DIR", help=help)
-    add("--checkpoint-path", type=Path, metavar="FILE", help="run the full model as well")
-    add("--gemma-root", type=Path, metavar="DIR", help="of the full model")
-    add("--spatial-upsampler-path", type=Path, metavar="FILE", help="the full model then runs both stages")
-    help = "weights and graphs of the full model"
-    add("--artifacts-dir", type=Path, default=Path("artifacts"), metavar="DIR", help=help)
+    path = dict(type=Path, metavar="PATH")
+    add("--work-dir", **path, default=verbs.WORK_DIR, help="report, bundle, logs and what the runs leave")
+    add("--checkpoint-path", **path, help="run the full model as well")
+    add("--gemma-root", **path, help="of the full model")
+    add("--spatial-upsampler-path", **path, help="the full model then runs both stages")
+    add("--artifacts-dir", **path, default=Path("artifacts"), help="weights and graphs of the full model")
     add("--tp-degree", type=int, metavar="N", help="ranks (default: the profile's)")
     add("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the device")
     size = SimpleNamespace(add_argument=add)
@@ -92,9 +91,9 @@ def begun(args) -> Bench:
         raise UserError(f"{state} is not of a run of this code with these flags: leave --lf out")
     else:
         bench.page.unlink(missing_ok=True)
-        settings = " ".join(["", *bench.profile.settings])
+        profile = " ".join([bench.profile.name, *bench.profile.settings])
         bench.say("# ltx-neuron on a device", "")
-        bench.say(f"- profile: {bench.profile.name}{settings}, {bench.tp} ranks, {bench.profile.backend}, {own.dtype}")
+        bench.say(f"- profile: {profile}, {bench.tp} ranks, {bench.profile.backend}, {own.dtype}")
         bench.say(f"- commit: {bundle.commit(System())}", f"- code: {bench.identity['code']}")
     bench.say(f"- command: {shlex.join(['python', '-m', 'pytest', *sys.argv[1:]])}")
     bench.say(f"- date: {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M UTC}")

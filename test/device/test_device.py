@@ -2,15 +2,12 @@
 
     python -m pytest test/device --minutes 10
 
-The sections of ten minutes come first, and what a whole checkpoint is wanted for last. Every section drives the real
-scripts in processes of their own. With --minutes, one that takes longer than what is left, by an estimate, is skipped,
-and one that runs when the time is over is stopped. Those that do not need one that fails go on. With --profile cpu
-everything but the device itself runs on any machine.
+The most important sections come first, and what a whole checkpoint is wanted for last. Each drives the real scripts in
+processes of their own. With --minutes, one that takes longer than what is left, by an estimate, is skipped, and one
+that runs when the time is over is stopped. With --profile cpu everything but the device itself runs on any machine.
 
 "Compared" is the three-way rule: rel_L2(device, fp32) <= 2 * rel_L2(CPU in bf16, fp32) + 0.005, from equal noise and
-contexts. The fp32 reference of the full model wants its weights in host memory and on the disk once more (74 GB).
-
-The minutes are guesses from compile times that others published: not measured.
+contexts. The minutes are guesses from compile times that others published: not measured.
 """
 
 from collections.abc import Callable, Iterable
