@@ -24,7 +24,7 @@ CPU = PROFILES["cpu"]
 CORES = [
     (None, TRN2, 4, [0, 1, 2, 3], None),
     (None, LARGE, 4, [0, 1, 2, 3], "0-3"),
-    ("58,59,60-63", LARGE, 4, [58, 59, 60, 61], "58-61"),
+    ("56,57,58-63", LARGE, 4, [56, 57, 58, 59], "56-59"),
     ("0,2", TRN2, 1, [0], "0"),
     ("2-3", TRN2, 4, "4 ranks need 4 different logical cores, of which trn2.3xlarge has 4", None),
     ("0,0,1,2", TRN2, 4, "different", None),
