@@ -161,10 +161,7 @@ class Bench:
     def scripts(self, model: Model, target: Target) -> Scripts:
         settings = [word for setting in target.settings for word in ("--profile-set", setting)]
         run = ["--tp-degree", self.tp, "--profile", target.profile, *settings, "--dtype", target.dtype]
-        size = size_flags(model.size)
-        if model.film:
-            size = ["--video-path", model.film, "--start-time", 0, "--end-time", model.size.seconds]
-            size += ["--two-stage"] * model.size.two_stage
+        size = ["--video-path", model.film] if model.film else size_flags(model.size)
         size += ["--recipe", "distilled"]
         return Scripts(model.checkpoint, model.artifacts, run, size, model.gemma_root, model.upsampler)
 
@@ -187,6 +184,7 @@ class Bench:
         out = self.folder / f"{model.name}-{name}"
         words = ["--prompt", PROMPT, "--output-path", out / "video.mp4", "--perf-dump-path", out / "perf.json"]
         words += ["--save-tensors", out / "tensors.safetensors", *more]
+        words += ["--start-time", 0, "--end-time", model.size.seconds] if model.film else []
         self.run(f"{model.name}-generate-{name}", *self.scripts(model, target).command("generate", *words))
         self.say("", f"{name}:", "```", table.table(table.load(out / "perf.json")), "```", "")
         return load_file(out / "tensors.safetensors")

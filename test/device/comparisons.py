@@ -126,7 +126,9 @@ def decoded_on_ranks(bench: Bench, model: Model, *settings: str) -> Iterator[str
 
 def clip_on_ranks(bench: Bench, model: Model) -> Iterator[str]:
     """A film that is made again as a whole: its latents are encoded, and change nothing of what is decoded."""
+    model = model._replace(size=dataclasses.replace(model.size, two_stage=False), upsampler=None)
+    yield bench.make(model, bench.device(model), "compile_dit")
     size, path = model.size, bench.folder / f"{model.name}-film.mp4"
-    film = made_film(path, size.num_frames, size.height, size.width)
+    model = model._replace(film=made_film(path, size.num_frames, size.height, size.width))
     # In a rehearsal on a CPU the encoder does not stay beside the transformer by itself.
-    return decoded_on_ranks(bench, model._replace(film=film), "resident=true", "sound_on_ranks=true")
+    yield from decoded_on_ranks(bench, model, "resident=true", "sound_on_ranks=true")

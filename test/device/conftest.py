@@ -63,7 +63,7 @@ def pytest_configure(config):
             config.stash[BENCH] = begun(args)
         except UserError as error:
             raise pytest.UsageError(str(error)) from None
-        args.verbose += 1  # a line when a section begins, and how it ended
+        args.verbose = 1  # a line when a section begins, and how it ended
         if failed := config.pluginmanager.get_plugin("lfplugin"):  # it does not know what was not reached
             config.pluginmanager.unregister(failed)
         # A connection that is lost ends the run as Ctrl-C does: nothing stays on the chip.
@@ -128,8 +128,8 @@ def pytest_runtest_makereport(item, call):
     if call.when == "call" and item.path.parent == Path(__file__).parent:
         bench, error = item.config.stash[BENCH], call.excinfo
         why = "" if error is None else error.value.args[0] if report.skipped else report.longreprtext
-        why = f"\n\n```\n{why}\n```" if "\n" in why else f" {why}"
-        bench.say("", f"{item.callspec.params['section'].title}: {report.outcome} after {call.duration:.1f} s.{why}")
+        why = f":\n\n```\n{why}\n```" if "\n" in why else f": {why}" * bool(why)
+        bench.say("", f"{item.callspec.params['section'].title}: {report.outcome} after {call.duration:.1f} s{why}")
         if report.passed:
             bench.done.add(item.callspec.id)
             keep(bench)
