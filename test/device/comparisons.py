@@ -107,7 +107,7 @@ def decoded_on_ranks(bench: Bench, model: Model, *settings: str) -> Iterator[str
     and with sound_on_ranks=true the sound."""
     target = bench.device(model)
     target = target._replace(settings=(*target.settings, *settings))
-    yield bench.make(model, target, "shard_vae", "compile_vae")
+    yield bench.make(model, target, "shard_vae", "compile_vae", *["compile_dit"] * bool(model.film))
     places = {"host": (), "ranks": ("--neuron-vae",)}
     runs = (bench.generate(model, target, f"decoded-{place}", *more) for place, more in places.items())
     host, ranks = ({name: tensor.float() for name, tensor in tensors.items()} for tensors in runs)
@@ -127,7 +127,6 @@ def decoded_on_ranks(bench: Bench, model: Model, *settings: str) -> Iterator[str
 def clip_on_ranks(bench: Bench, model: Model) -> Iterator[str]:
     """A film that is made again as a whole: its latents are encoded, and change nothing of what is decoded."""
     model = model._replace(size=dataclasses.replace(model.size, two_stage=False), upsampler=None)
-    yield bench.make(model, bench.device(model), "compile_dit")
     size, path = model.size, bench.folder / f"{model.name}-film.mp4"
     model = model._replace(film=made_film(path, size.num_frames, size.height, size.width))
     # In a rehearsal on a CPU the encoder does not stay beside the transformer by itself.
