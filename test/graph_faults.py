@@ -1,9 +1,5 @@
-"""Faults to plant into a graph: what a person may well write, and what no graph may hold on
-Trainium2.
-
-Imported by the tests of lint: each fault is found in exported graphs (torch alone) and
-in HLO (torch_xla).
-"""
+"""Faults to plant into a graph: what a person may well write, and what no graph may hold on Trainium2. Each is found in
+exported graphs (torch alone) and in HLO (torch_xla)."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -20,8 +16,7 @@ OWN = "(makes|holds) a constant tensor"
 
 
 class Fault(NamedTuple):
-    """A function of x (4, 8) bf16 and index (8,) int32, and what findings say of it (regular
-    expressions)."""
+    """A function of x (4, 8) bf16 and index (8,) int32, and what findings say of it (regular expressions)."""
 
     function: Callable[[Tensor, Tensor], Tensor]
     exported: str
@@ -45,29 +40,22 @@ def _solved(x: Tensor, index: Tensor) -> Tensor:
     return torch.triangular_solve(x.float(), x.float()[:, :4])[0]
 
 
+RANK = "rank 0 has .* rank 3 has"
 FAULTS = {
-    "a float64 constant": Fault(
-        lambda x, index: (x.double() * 0.1).to(x.dtype), "f64 is introduced", "f64 is introduced"
-    ),
+    "a float64 constant": Fault(lambda x, index: (x.double() * 0.1).to(x.dtype), *["f64 is introduced"] * 2),
     "a value fetched by .item()": Fault(lambda x, index: x * x.float().sum().item(), "only at run time", TOLD),
-    "the rank": Fault(
-        lambda x, index: x * (2 + dist.get_rank()), "rank 0 has .* rank 3 has", "rank 0 has .* rank 3 has"
-    ),
+    "the rank": Fault(lambda x, index: x * (2 + dist.get_rank()), RANK, RANK),
     "an arange as long as the data says": Fault(_counted, "cannot be exported", TOLD),
     "a complex rotation": Fault(_rotated, "c64 is introduced", "c64 is introduced"),
     "a sort": Fault(lambda x, index: x.sort(-1).values, "no sort", "no sort"),
-    "int64 arithmetic": Fault(
-        lambda x, index: x * (index.long() * 3).to(x.dtype), "s64 is introduced", "arithmetic on int64"
-    ),
+    "int64 arithmetic": Fault(lambda x, i: x * (i.long() * 3).to(x.dtype), "s64 is introduced", "arithmetic on int64"),
     "boolean indexing": Fault(lambda x, index: x[x > 0].sum(), "only at run time", TOLD),
     "a branch on data": Fault(_chosen, "cannot be exported", TOLD),
     "an operation the compiler lacks": Fault(_solved, "NCC_EVRF001", "NCC_EVRF001"),
     "a table made in the graph": Fault(lambda x, index: x * torch.arange(8, device=x.device).float(), OWN, OWN),
     "random numbers": Fault(lambda x, index: x + torch.rand_like(x), "random numbers|" + OWN, "random numbers"),
     "a gather": Fault(lambda x, index: x[:, index], "a gather", "a gather"),
-    "LayerNorm in bf16": Fault(
-        lambda x, index: nn.functional.layer_norm(x, (8,)), "computed in bf16", "computed in bf16"
-    ),
+    "LayerNorm in bf16": Fault(lambda x, index: nn.functional.layer_norm(x, (8,)), *["computed in bf16"] * 2),
 }
 
 

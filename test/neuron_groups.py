@@ -1,7 +1,6 @@
-"""CPU ranks that compile with a stand-in for TorchNeuron (test/torchneuron)."""
+"""The groups of ranks in graphs that a stand-in for TorchNeuron lowers (test/torchneuron)."""
 
 import os
-from collections import defaultdict
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -24,46 +23,26 @@ LAYOUTS = {
 }
 
 
-def on_cpu(profile: Profile, knows: str, folder: Path) -> Profile:
-    """A profile with CPU ranks that compile with a release of TorchNeuron that knows these groups.
-    The graphs' texts go to `folder`. Its ranks find the stand-in on sys.path."""
-    told = ("TORCHNEURON_KNOWS", knows), ("TORCHNEURON_TEXTS", str(folder))
-    folder.mkdir(exist_ok=True)
-    return replace(profile, device="cpu", compile_backend="neuron", environment=told)
-
-
-def texts(folder: Path) -> dict[str, set[str]]:
-    """The ranks that compiled a graph, by its text."""
-    ranks = defaultdict(set)
-    for path in folder.iterdir():
-        ranks[path.read_text()].add(path.name.partition("-")[0])
-    return ranks
-
-
-def write_graphs(profile: Profile, tp: int, folder: Path) -> list[Path]:
-    """Write a graph with every collective of each group, as the doctor's. Returns their folders."""
-    named = mesh.groups(profile, tp)
-    for name in named:
+def lowered_by_ranks(profile: Profile, knows: str, tp: int, folder: Path) -> list[dict[str, str]]:
+    """By rank, in a process of a release that knows these groups: the graph with every collective of each group, as
+    the doctor's, as lowered; or the refusal. The stand-in is on sys.path."""
+    profile = replace(profile, device="cpu", compile_backend="neuron")
+    for name in mesh.groups(profile, tp):
 
         def make(name=name):
             return groups.program(registry.comm(profile, tp, name))
 
         identity = {"model": "dit", "bucket": name}
         registry.compile_program(make, folder / name, identity, torch.float32, profile, tp)
-    return [folder / name for name in named]
-
-
-def lowered_by_ranks(profile: Profile, tp: int, folder: Path) -> list[dict[str, str]]:
-    """By rank, in a process of the stand-in's: each group's graph as lowered, or the refusal."""
     context = get_context("forkserver")
     # As host.Ranks, whose later ranks have the same server.
     context.set_forkserver_preload(["ltx_neuron.backends.torchdist.rank", "torch._export.serde.serialize"])
     with context.Pool(1) as pool:
-        return pool.apply(_lowered_by_ranks, [profile, tp, write_graphs(profile, tp, folder)])
+        return pool.apply(_lowered_by_ranks, [profile, knows, tp, folder])
 
 
-def _lowered_by_ranks(profile: Profile, tp: int, folders: list[Path]) -> list[dict[str, str]]:
-    os.environ.update(profile.environment)
+def _lowered_by_ranks(profile: Profile, knows: str, tp: int, folder: Path) -> list[dict[str, str]]:
+    os.environ["TORCHNEURON_KNOWS"] = knows
     import torch_neuronx
 
     found, named = [], mesh.groups(profile, tp)
@@ -73,10 +52,10 @@ def _lowered_by_ranks(profile: Profile, tp: int, folders: list[Path]) -> list[di
         with fake_process_group(profile.world_size(tp), rank, named):
             try:
                 names = group_names(named, profile)
-                for folder in folders:
-                    module = Manifest(folder).load("collectives").graph_module
+                for name in named:
+                    module = Manifest(folder / name).load("collectives").graph_module
                     _rename_groups(module, names)
-                    graphs[folder.name] = torch_neuronx.lowered(module)
+                    graphs[name] = torch_neuronx.lowered(module)
             except (UserError, RuntimeError) as error:
                 graphs["refusal"] = str(error)
         found.append(graphs)

@@ -1,19 +1,18 @@
-"""The smallest program that ranks of a backend may run, in its files, for tests of their
-processes."""
+"""The smallest program that ranks of a backend may run, in its files, for tests of their processes."""
 
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import torch
-from helpers import allowed, randn, save_weights
+from helpers import allowed, randn, save_weights, wait_for
 from torch import Tensor, nn
 
 from ltx_neuron.backends.export import TorchDistComm, compile_program, fake_process_group
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.torchdist.host import TorchDistRanks
-from ltx_neuron.config.profiles import PROFILES
+from ltx_neuron.config.profiles import PROFILES, Profile
 from ltx_neuron.models.parallel import Comm, RowLinear
 from ltx_neuron.models.programs import Program
 from ltx_neuron.models.signatures import Field
@@ -25,8 +24,7 @@ SOON = 10  # seconds in which every process must have ended; it takes a tenth of
 
 
 class Toy(nn.Module):
-    """One matrix product split over the ranks, a step's number, and a table of which each rank has
-    its own part."""
+    """One matrix product split over the ranks, a step's number, and a table of which each rank has its own part."""
 
     def __init__(self, width: int, comm: Comm, name: str):
         super().__init__()
@@ -82,18 +80,15 @@ def alive(pids: list[int]) -> list[int]:
 
     def running(pid: int) -> bool:
         try:
-            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-        except (FileNotFoundError, ProcessLookupError):
+            return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+        except psutil.NoSuchProcess:
             return False
 
     return [pid for pid in pids if running(pid)]
 
 
 def assert_all_end(pids: list[int]) -> None:
-    until = time.monotonic() + allowed(SOON)
-    while alive(pids) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert alive(pids) == []
+    wait_for(lambda: alive(pids) == [], allowed(SOON))
 
 
 def pids_of(ranks: TorchDistRanks) -> list[int]:
@@ -102,9 +97,9 @@ def pids_of(ranks: TorchDistRanks) -> list[int]:
     return pids
 
 
-def ready(toy) -> TorchDistRanks:
+def ready(toy, profile: Profile = PROFILES["cpu"]) -> TorchDistRanks:
     """Ranks of their own, that a test may break."""
-    ranks = TorchDistRanks(PROFILES["cpu"], TP)
+    ranks = TorchDistRanks(profile, TP)
     ranks.load(toy.folders[1], toy.programs, torch.float32)
     upload(ranks, toy)
     return ranks

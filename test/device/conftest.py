@@ -1,9 +1,8 @@
-"""The flags of test/device, and its report. Without a Neuron device and --profile all sections are skipped."""
+"""The flags of test/device, and the page of what its sections found, report.md, which is written line by line. Without
+a Neuron device and --profile all sections are skipped."""
 
 import argparse
 import datetime
-import os
-import platform
 import shlex
 import signal
 import subprocess
@@ -13,27 +12,23 @@ from types import SimpleNamespace
 
 import pytest
 
-from device import test_device
 from device.bench import Bench, doctor_flags
-from device.report import Budget, Report
 from ltx_neuron import flags
 from ltx_neuron.artifacts import code_digest
 from ltx_neuron.config.profiles import resolve
 from ltx_neuron.doctor import bundle
-from ltx_neuron.doctor.public import public
+from ltx_neuron.doctor.system import System
 from ltx_neuron.errors import UserError
-from ltx_neuron.files import check_folder
+from ltx_neuron.files import check_folder, read_json, write_json
 from ltx_neuron.flags import verbs
-from ltx_neuron.format import format_bytes
 from ltx_neuron.machine import probe
 from ltx_neuron.sampling.spec import SizeFields
 
 RUN = "python -m pytest test/device --minutes 10"
 REHEARSAL = "python -m pytest test/device --profile cpu --skip-wide"
 PLACES = ("work_dir", "artifacts_dir", "checkpoint_path", "gemma_root", "spatial_upsampler_path")
-CHOICES = (*PLACES[1:], "profile_set", "tp_degree", "dtype", "skip_wide", *SizeFields.model_fields)
-PACKAGES = ("torch", "neuronx-cc", "neuronx-distributed", "torch-neuronx", "torch-xla", "transformers", "ltx-core")
-REPORT, BENCH = pytest.StashKey[Report](), pytest.StashKey[Bench]()
+CHOICES = (*PLACES[1:], "profile", "profile_set", "tp_degree", "dtype", "skip_wide", *SizeFields.model_fields)
+BENCH = pytest.StashKey[Bench]()
 
 
 def pytest_addoption(parser):
@@ -46,13 +41,12 @@ def pytest_addoption(parser):
     add("--minutes", type=float, metavar="N", help=help)
     help = "leave out the two blocks at full width (a file of 2.9 GB, made in 10 GB of memory)"
     add("--skip-wide", action="store_true", help=help)
-    help = "report, bundle, logs and what the runs leave"
-    add("--work-dir", type=Path, default=verbs.WORK_DIR, metavar="DIR", help=help)
-    add("--checkpoint-path", type=Path, metavar="FILE", help="run the full model as well")
-    add("--gemma-root", type=Path, metavar="DIR", help="of the full model")
-    add("--spatial-upsampler-path", type=Path, metavar="FILE", help="the full model then runs both stages")
-    help = "weights and graphs of the full model"
-    add("--artifacts-dir", type=Path, default=Path("artifacts"), metavar="DIR", help=help)
+    path = dict(type=Path, metavar="PATH")
+    add("--work-dir", **path, default=verbs.WORK_DIR, help="report, bundle, logs and what the runs leave")
+    add("--checkpoint-path", **path, help="run the full model as well")
+    add("--gemma-root", **path, help="of the full model")
+    add("--spatial-upsampler-path", **path, help="the full model then runs both stages")
+    add("--artifacts-dir", **path, default=Path("artifacts"), help="weights and graphs of the full model")
     add("--tp-degree", type=int, metavar="N", help="ranks (default: the profile's)")
     add("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the device")
     size = SimpleNamespace(add_argument=add)
@@ -66,50 +60,49 @@ def pytest_configure(config):
         return
     if args.profile or probe().neuron_devices:
         try:
-            _begin(config, args)
+            config.stash[BENCH] = begun(args)
         except UserError as error:
             raise pytest.UsageError(str(error)) from None
+        args.verbose = 1  # a line when a section begins, and how it ended
+        if failed := config.pluginmanager.get_plugin("lfplugin"):  # it does not know what was not reached
+            config.pluginmanager.unregister(failed)
+        # A connection that is lost ends the run as Ctrl-C does: nothing stays on the chip.
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, signal.default_int_handler)
 
 
-def _begin(config, args) -> None:
-    names = ("profile", "minutes", "work_dir", "video_path", *CHOICES)
-    args = argparse.Namespace(**{name: getattr(args, name, None) for name in names})
+def begun(args) -> Bench:
+    """A bench whose page goes on, with --lf, where that of an earlier run of the same code and choices ended."""
+    own = argparse.Namespace(**{name: getattr(args, name, None) for name in ("minutes", "work_dir", *CHOICES)})
+    own.video_path = None
     for name in PLACES:  # scripts run in the repository's folder
-        setattr(args, name, getattr(args, name) and getattr(args, name).absolute())
-    bench = Bench(args, resolve(args.profile, tuple(args.profile_set)), budget=Budget(args.minutes))
-    check_folder(args.work_dir, "--work-dir DIR")
-    args.work_dir.mkdir(parents=True, exist_ok=True)
-    identity = {name: str(getattr(args, name)) for name in CHOICES}
-    identity |= {"profile": bench.profile.name, "code": code_digest(bench.profile.backend)}
-    sections = {section.name: section for section in test_device.SECTIONS}
-    report = Report(args.work_dir, sections, bench.budget, identity, facts_of(bench), public)
-    report.restore(wanted=config.getoption("lf", False))
-    report.keep()
-    config.stash[REPORT], config.stash[BENCH] = report, bench
-    config.pluginmanager.register(Sections(report, args))
-    if failed := config.pluginmanager.get_plugin("lfplugin"):  # it does not know what was not reached
-        config.pluginmanager.unregister(failed)
-    # A connection that is lost ends the run as Ctrl-C does: nothing stays on the chip.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, signal.default_int_handler)
+        setattr(own, name, getattr(own, name) and getattr(own, name).absolute())
+    bench = Bench(own, resolve(own.profile, tuple(own.profile_set)))
+    check_folder(own.work_dir, "--work-dir DIR")
+    own.work_dir.mkdir(parents=True, exist_ok=True)
+    bench.identity = {name: str(getattr(own, name)) for name in CHOICES}
+    bench.identity |= {"profile": bench.profile.name, "code": code_digest(bench.profile.backend)}
+    state, again = own.work_dir / "report.json", getattr(args, "lf", False)
+    before = read_json(state) if again and state.is_file() else {"identity": None}
+    if before["identity"] == bench.identity:
+        bench.done.update(before["done"])
+    elif again:
+        raise UserError(f"{state} is not of a run of this code with these flags: leave --lf out")
+    else:
+        bench.page.unlink(missing_ok=True)
+        profile = " ".join([bench.profile.name, *bench.profile.settings])
+        bench.say("# ltx-neuron on a device", "")
+        bench.say(f"- profile: {profile}, {bench.tp} ranks, {bench.profile.backend}, {own.dtype}")
+        bench.say(f"- commit: {bundle.commit(System())}", f"- code: {bench.identity['code']}")
+    bench.say(f"- command: {shlex.join(['python', '-m', 'pytest', *sys.argv[1:]])}")
+    bench.say(f"- date: {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M UTC}")
+    keep(bench)
+    return bench
 
 
-def facts_of(bench: Bench) -> dict[str, str]:
-    profile, system = bench.profile, bench.system
-    settings = f" with {' '.join(profile.settings)}" if profile.settings else ""
-    versions = [f"{name} {version}" for name in PACKAGES if (version := system.version(name))]
-    memory = format_bytes(system.memory().get("MemTotal", 0))
-    return {
-        "profile": f"{profile.name}{settings}, {bench.tp} ranks, {profile.backend}, {bench.args.dtype}",
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPU cores, {memory}",
-        "driver": system.driver or "none",
-        "versions": ", ".join(versions),
-        "commit": bundle.commit(system),
-        "code": code_digest(profile.backend),
-        "command": shlex.join(["python", "-m", "pytest", *sys.argv[1:]]),
-    }
+def keep(bench: Bench) -> None:
+    write_json(bench.folder / "report.json", {"identity": bench.identity, "done": sorted(bench.done)})
 
 
 @pytest.fixture
@@ -117,65 +110,40 @@ def bench(pytestconfig) -> Bench:
     return pytestconfig.stash[BENCH]
 
 
-@pytest.fixture
-def lines(pytestconfig) -> list[str]:
-    """The section's lines of the report, which has them however the section ends."""
-    return pytestconfig.stash[REPORT].lines
-
-
 def pytest_collection_modifyitems(config, items):
     own = [item for item in items if item.path.parent == Path(__file__).parent]
-    if report := config.stash.get(REPORT, None):
-        if config.getoption("lf", False):
-            done = [item for item in own if report.is_done(name_of(item.name))]
-            items[:] = [item for item in items if item not in done]
-            config.hook.pytest_deselected(items=done)
+    if bench := config.stash.get(BENCH, None):
+        done = [item for item in own if item.callspec.id in bench.done]
+        items[:] = [item for item in items if item not in done]
+        config.hook.pytest_deselected(items=done)
         return
     reason = f"no Neuron device; with one: {RUN}; a rehearsal on this machine: {REHEARSAL}"
     for item in own:
         item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def name_of(test: str) -> str:
-    """A section's name by its test's, such as test_section[doctor]."""
-    return test.partition("[")[2].removesuffix("]")
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if call.when == "call" and item.path.parent == Path(__file__).parent:
+        bench, error = item.config.stash[BENCH], call.excinfo
+        why = "" if error is None else error.value.args[0] if report.skipped else report.longreprtext
+        why = f":\n\n```\n{why}\n```" if "\n" in why else f": {why}" * bool(why)
+        bench.say("", f"{item.callspec.params['section'].title}: {report.outcome} after {call.duration:.1f} s{why}")
+        if report.passed:
+            bench.done.add(item.callspec.id)
+            keep(bench)
+    return report
 
 
-class Sections:
-    """Runs tests as sections of a report. The terminal has a line when one begins, and one when it ends, in place of
-    a dot."""
-
-    def __init__(self, report: Report, args: argparse.Namespace):
-        self.report, self.args = report, args
-
-    def pytest_runtest_logstart(self, nodeid, location):
-        if section := self.report.sections.get(name_of(location[2])):
-            print(f"{section.title} ...", flush=True)
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_call(self, item):
-        if (name := name_of(item.name)) not in self.report.sections:
-            return (yield)
-        with self.report.running(name):
-            return (yield)
-
-    def pytest_report_teststatus(self, report):
-        if name_of(report.location[2]) in self.report.sections and (report.when == "call" or report.failed):
-            return report.outcome, "", ""
-        return None
-
-    def pytest_runtest_logfinish(self, nodeid, location):
-        if (name := name_of(location[2])) in self.report.sections:
-            print(f"  {self.report.how(name)} ({self.report.result(name)['seconds']:.1f} s)", flush=True)
-
-    def pytest_terminal_summary(self, terminalreporter, exitstatus):
-        say, page = terminalreporter.write_line, self.args.work_dir / "report.md"
-        say(f"\n{page.read_text()}")
-        say(f"This page, without names and secrets, is {page}: please paste it into an issue.")
-        if left := sum(not self.report.is_done(name) for name in self.report.sections):
-            say(f"{left} sections are not done: the same command with --lf runs what it can of them")
+def pytest_terminal_summary(terminalreporter, exitstatus, config):
+    if bench := config.stash.get(BENCH, None):
+        say = terminalreporter.write_line
+        say(f"\n{bench.page.read_text()}")
+        say(f"This page, without names and secrets, is {bench.page}: please paste it into an issue.")
+        say("The same command with --lf runs what it can of the sections that are not done.")
         if exitstatus != pytest.ExitCode.INTERRUPTED:
-            say(f"with the logs: {packed(self.args)}")
+            say(f"with the logs: {packed(bench.args)}")
 
 
 def packed(args: argparse.Namespace) -> str:

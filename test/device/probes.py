@@ -2,8 +2,7 @@
 
     python -m device.probes REQUEST.json
 
-REQUEST.json has probe (a key of PROBES) with its arguments, profile, settings, dtype, tp, folder (for graphs and
-weights) and output, the JSON that is written. Not run on hardware.
+REQUEST.json has what Bench.probed writes: probe, a key of PROBES, with its arguments. Not run on hardware.
 """
 
 import shutil
@@ -18,8 +17,6 @@ from torch import Tensor, nn
 from ltx_neuron import errors
 from ltx_neuron.backends import registry
 from ltx_neuron.backends.manifest import Manifest
-from ltx_neuron.backends.nxd import compile as nxd_compile
-from ltx_neuron.backends.nxd import runtime
 from ltx_neuron.backends.ranks import Ranks
 from ltx_neuron.config.profiles import resolve
 from ltx_neuron.doctor.groups import write_weights
@@ -56,42 +53,36 @@ class Probe(nn.Module):
         return {"y": self.operation(self.comm, y)}
 
 
-class Cores:
-    """The ranks with the programs of a probe, and where they are kept."""
-
-    def __init__(self, request: dict):
-        self.profile = resolve(request["profile"], tuple(request["settings"]))
-        self.tp, self.dtype = request["tp"], DTYPES[request["dtype"]]
-        self.folder = Path(request["folder"])
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-    def compiled(self, name: str, operation: str, count: int, *shape: int) -> Manifest:
-        """A program of one graph. shape: tokens and channels of a rank."""
+def started(request: dict, cases: dict[str, tuple]) -> Ranks:
+    """Ranks that have loaded a program of one graph for each case: operation, count, tokens and channels of a rank."""
+    profile, tp, dtype = (
+        resolve(request["profile"], tuple(request["settings"])),
+        request["tp"],
+        DTYPES[request["dtype"]],
+    )
+    folder, programs = Path(request["folder"]), {}
+    shutil.rmtree(folder, ignore_errors=True)
+    for name, (operation, count, *shape) in cases.items():
         with torch.device("meta"):
-            module = Probe(registry.comm(self.profile, self.tp), operation, count)
-        x, runs = Field((1, *shape), self.dtype, split=1), {"main": (("probe", 0),)}
-        program = Program({"probe": module}, runs, {"x": x}, {"y": x}, self.dtype)
+            module = Probe(registry.comm(profile, tp), operation, count)
+        x, runs = Field((1, *shape), dtype, split=1), {"main": (("probe", 0),)}
+        program = Program({"probe": module}, runs, {"x": x}, {"y": x}, dtype)
         # Under the other names of `outputs` too.
         program.fields.update(other=x, first=program.fields["y"], second=program.fields["y"])
         # Compiled with the flags of the DiT, whose collectives these are.
-        identity = {"model": "dit", "bucket": name, "backend": self.profile.backend}
-        registry.compile_program(lambda: program, self.folder / name, identity, self.dtype, self.profile, self.tp)
-        return Manifest(self.folder / name)
-
-    def started(self, programs: dict[str, Manifest]) -> Ranks:
-        ones = write_weights(self.folder / "weights", self.tp, self.dtype)
-        ranks = registry.ranks(self.profile, self.tp, self.folder / "cache")
-        ranks.load(ones, programs, self.dtype)
-        return ranks
+        identity = {"model": "dit", "bucket": name, "backend": profile.backend}
+        registry.compile_program(lambda program=program: program, folder / name, identity, dtype, profile, tp)
+        programs[name] = Manifest(folder / name)
+    ranks = registry.ranks(profile, tp, folder / "cache")
+    ranks.load(write_weights(folder / "weights", tp, dtype), programs, dtype)
+    return ranks
 
 
 def outputs(request: dict) -> dict:
-    """Whether a graph's output is still what it was after the graph has run again: as guided passes keep it, and, with
-    NxD, as its own model returns it."""
-    cores, tokens, channels = Cores(request), 128, 512
-    manifest = cores.compiled("outputs", "none", 1, tokens, channels)
-    with cores.started({"probe": manifest}) as ranks:
-        x = torch.ones(1, tokens * cores.tp, channels)
+    """Whether a graph's output is still what it was after the graph has run again, as guided passes keep it."""
+    tokens, channels = 128, 512
+    with started(request, {"probe": ("none", 1, tokens, channels)}) as ranks:
+        x = torch.ones(1, tokens * request["tp"], channels)
         ranks.put("probe", x=x)
         ranks.put("probe", like="x", other=2 * x)
         ranks.define("probe", "first", [("main", {}, {"y": "first"})])
@@ -101,40 +92,17 @@ def outputs(request: dict) -> dict:
         for _ in range(2):  # whoever has two instances of a graph gets to the first one again
             ranks.run("probe", "second")
         after, second = (ranks.get("probe", name) for name in ("first", "second"))
-        right = torch.equal(before, x.to(cores.dtype)) and torch.equal(second, 2 * before)
-        raw = _raw_output_stays(manifest, cores) if cores.profile.backend == "nxd" else None
-    return {"right": right, "kept": torch.equal(after, before), "raw": raw}
-
-
-def _raw_output_stays(manifest: Manifest, cores: Cores) -> bool:
-    """The same with NxD's model itself, whose outputs nobody copies."""
-    model = runtime._open(manifest, "probe", cores.tp)
-    weight = {f"{nxd_compile.WRAPPED}weight": torch.ones(1, dtype=cores.dtype)}
-    model.set_weights([dict(weight) for _ in range(cores.tp)])
-    model.to_neuron()
-
-    def run(value: float) -> list[Tensor]:
-        x = torch.full(manifest.fields["x"].shape, value, dtype=cores.dtype)
-        parts = [runtime.to_core(x, rank) for rank in range(cores.tp)]
-        (y,) = model(x=parts, model_name=manifest.graphs["probe"]["tag"], forward_mode="ranked")
-        return y
-
-    first = run(1.0)
-    before = first[0].cpu().clone()
-    run(2.0)
-    return torch.equal(first[0].cpu(), before)
+    right = torch.equal(before, x.to(before.dtype)) and torch.equal(second, 2 * before)
+    return {"right": right, "kept": torch.equal(after, before)}
 
 
 def collectives(request: dict) -> dict:
-    """Milliseconds of collectives and whether they give what they should. request: cases, of [operation, count, tokens
-    of a rank, channels] each."""
-    cores, found = Cores(request), []
-    cases = {f"probe{number}": case for number, case in enumerate(request["cases"])}
-    manifests = {name: cores.compiled(name, *case) for name, case in cases.items()}
-    with cores.started(manifests) as ranks:
+    """Milliseconds of the request's cases, and whether they give what they should."""
+    found, cases = [], {f"probe{number}": case for number, case in enumerate(request["cases"])}
+    with started(request, cases) as ranks:
         for name, (operation, count, tokens, channels) in cases.items():
             # Every rank's number in its tokens.
-            numbers = torch.arange(float(cores.tp)).view(-1, 1, 1).expand(-1, tokens, channels)
+            numbers = torch.arange(float(request["tp"])).view(-1, 1, 1).expand(-1, tokens, channels)
             ranks.put(name, x=numbers.flatten(0, 1)[None])
             ranks.run(name)
             # A chain's numbers leave what bfloat16 tells apart.

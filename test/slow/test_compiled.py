@@ -1,7 +1,4 @@
-"""Ranks whose graphs are compiled: the whole DiT's results, a rank that is late, and what inductor
-keeps on the disk."""
-
-import time
+"""Ranks whose graphs are compiled: the whole DiT's results, and what inductor keeps on the disk."""
 
 import pytest
 import torch
@@ -23,54 +20,22 @@ TRACED, INDUCTOR = (resolve("cpu", (f"compile_backend={name}", "drain_every=2"))
 pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory):
-    return make_toy(tmp_path_factory.mktemp("toy"))
+def test_what_was_compiled_without_ranks_is_not_compiled_again_in_them(tmp_path):
+    toy, cache = make_toy(tmp_path), tmp_path / "cache"
 
-
-def assert_runs(ranks: TorchDistRanks, toy, before=lambda ranks: None) -> None:
-    ranks.load(toy.folders[1], toy.programs, torch.float32)
-    upload(ranks, toy)
-    before(ranks)
-    ranks.run("toy", step=3)
-    assert rel(ranks.get("toy", "y"), wanted(toy, 3)) < EQUAL
-
-
-class Late:
-    """A pipe through which the next command comes late, as to a rank that compiles longer than the
-    others."""
-
-    def __init__(self, pipe):
-        self._pipe, self._seconds = pipe, 3.0
-
-    def send_bytes(self, line: bytes) -> None:
-        time.sleep(self._seconds)
-        self._seconds = 0
-        self._pipe.send_bytes(line)
-
-    def __getattr__(self, name):
-        return getattr(self._pipe, name)
-
-
-def test_a_rank_may_be_late_while_it_compiles(toy):
-    def delay(ranks) -> None:
-        ranks._pipes[1] = Late(ranks._pipes[1])
-
-    with TorchDistRanks(TRACED, TP) as ranks:
-        assert_runs(ranks, toy, delay)
-
-
-def test_what_was_compiled_without_ranks_is_not_compiled_again_in_them(toy, tmp_path):
     def compiled() -> set:
-        return {*tmp_path.rglob("*.so")}
+        return {*cache.rglob("*.so")}
 
-    compile_only([manifest.folder for manifest in toy.programs.values()], INDUCTOR, TP, tmp_path)
+    compile_only([manifest.folder for manifest in toy.programs.values()], INDUCTOR, TP, cache)
     before = compiled()
-    with TorchDistRanks(INDUCTOR, TP, tmp_path) as ranks:
-        assert_runs(ranks, toy)
+    with TorchDistRanks(INDUCTOR, TP, cache) as ranks:
+        ranks.load(toy.folders[1], toy.programs, torch.float32)
+        upload(ranks, toy)
+        ranks.run("toy", step=3)
+        assert rel(ranks.get("toy", "y"), wanted(toy, 3)) < EQUAL
     after = compiled()
     assert before and before < after  # the ranks compile their first sum of ones besides
-    with TorchDistRanks(INDUCTOR, TP, tmp_path):
+    with TorchDistRanks(INDUCTOR, TP, cache):
         assert compiled() == after
 
 

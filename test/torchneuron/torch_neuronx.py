@@ -3,28 +3,20 @@
 What public sources say (collective_legalization.py of an early release; vllm-omni-neuron on its
 successor): before it lowers a graph, a pass replaces each group's name by replica groups. It takes
 them from a table by name, else it has the caller's own group alone. The compiler then verifies them
-as StableHLO does. Results are gloo's, of the graph before the pass.
+as StableHLO does.
 
-TORCHNEURON_KNOWS  which groups it knows whole: "table": those in the table of a module; "table,
-                   unasked": the same, and the pass is elsewhere; "meshes": DeviceMesh's alone, in a
-                   table elsewhere; "ignored table": none, despite the table; "nothing": none, and
-                   no table (the early release)
-TORCHNEURON_TEXTS  a folder for the texts of the graphs that are compiled
+TORCHNEURON_KNOWS says which groups it knows whole: "table": those in the table of a module; "table, unasked": the
+same, and the pass is elsewhere; "meshes": DeviceMesh's alone, in a table elsewhere; "ignored table": none, despite the
+table; "nothing": none, and no table (the early release).
 """
 
 import copy
 import json
 import os
 import sys
-import uuid
-from pathlib import Path
 from types import ModuleType
 
 import torch.distributed as dist
-from stablehlo import refusal
-from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.backends.registry import register_backend
-from torch._functorch.aot_autograd import make_boxed_func
 from torch.distributed.device_mesh import DeviceMesh
 
 __path__ = []  # a package, whose modules are made below
@@ -36,6 +28,15 @@ def replica_groups(name: str) -> list[list[int]]:
     if name in TABLE and KNOWS != "ignored table":
         return TABLE[name]
     return [dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(name))]
+
+
+def refusal(groups: list[list[int]]) -> str | None:
+    """What StableHLO's verifyReplicaGroups says to replica groups; None if it accepts them."""
+    ids = [rank for ranks in groups for rank in ranks]
+    if twice := [rank for rank in ids if ids.count(rank) > 1]:
+        return f"replica id #{twice[0]} seen more than once"
+    missing = [rank for rank in range(len(ids)) if rank not in ids]
+    return f"replica id #{missing[0]} not seen in replica groups" if missing else None
 
 
 class CollectiveLegalization:
@@ -56,15 +57,6 @@ def lowered(module) -> str:
             if refused := refusal(groups):
                 raise RuntimeError(f"{groups}: {refused}")
     return "\n".join(f"{node.name} {node.target} {node.args}" for node in module.graph.nodes)
-
-
-def _compile(module, _):
-    folder = Path(os.environ["TORCHNEURON_TEXTS"])
-    (folder / f"rank{dist.get_rank()}-{uuid.uuid4()}").write_text(lowered(module))
-    return make_boxed_func(module.forward)
-
-
-register_backend(lambda module, inputs, **_: aot_autograd(fw_compiler=_compile)(module, inputs), name="neuron")
 
 
 def _make(name: str, **contents) -> None:

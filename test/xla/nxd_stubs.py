@@ -12,7 +12,6 @@ import json
 import os
 import runpy
 import sys
-import tempfile
 import types
 from collections import defaultdict
 from contextlib import nullcontext
@@ -46,19 +45,6 @@ def _importable(name: str) -> bool:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:
         return False
-
-
-def run_script(path: str, *arguments: str) -> None:
-    """A script of the toolkit in this process, on cores that are this host's memory."""
-    with tempfile.TemporaryDirectory() as folder:
-        library = install(Path(os.environ[SOURCE]), Path(folder))
-        sys.argv = [path, *arguments]
-        sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
-        from ltx_neuron.backends.nxd import runtime
-
-        runtime.to_core = lambda tensor, rank: tensor.clone()
-        runpy.run_path(path, run_name="__main__")
-        del library
 
 
 def install(source: Path, folder: Path) -> torch.library.Library:
@@ -153,55 +139,39 @@ class _Harmless(metaclass=_Kind):
         return args[0] if args and callable(args[0]) else self
 
 
+# The part of XLA's hlo.proto that NxD reads: of each message the fields, their numbers and their types.
+HLO = {
+    "ShapeProto": "element_type 2 int64, dimensions 3 int64*, tuple_shapes 4 ShapeProto*",
+    "ReplicaGroup": "replica_ids 1 int64*",
+    "HloInstructionProto": "name 1 string, opcode 2 string, shape 3 ShapeProto, parameter_number 9 int64,"
+    " custom_call_target 28 string, id 35 int64, operand_ids 36 int64*, called_computation_ids 38 int64*,"
+    " replica_groups 49 ReplicaGroup*",
+    "HloComputationProto": "name 1 string, instructions 2 HloInstructionProto*, id 5 int64, root_id 6 int64",
+    "HloModuleProto": "name 1 string, entry_computation_name 2 string, computations 3 HloComputationProto*, id 5 int64,"
+    " entry_computation_id 6 int64",
+}
+
+
 @cache
 def hlo_messages() -> dict:
-    """The part of XLA's hlo.proto that NxD reads; what is not described here is kept as it is."""
+    """Classes of the messages of HLO; what is not described there is kept as it is."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
     kind = descriptor_pb2.FieldDescriptorProto
     names = {"name": "ltx_neuron_test_hlo.proto", "package": "ltxneurontest"}
     file = descriptor_pb2.FileDescriptorProto(**names, syntax="proto3")
-    described = {
-        "ShapeProto": {"element_type": (2, "int64"), "dimensions": (3, ["int64"]), "tuple_shapes": (4, ["ShapeProto"])},
-        "ReplicaGroup": {"replica_ids": (1, ["int64"])},
-        "HloInstructionProto": {
-            "name": (1, "string"),
-            "opcode": (2, "string"),
-            "shape": (3, "ShapeProto"),
-            "parameter_number": (9, "int64"),
-            "custom_call_target": (28, "string"),
-            "id": (35, "int64"),
-            "operand_ids": (36, ["int64"]),
-            "called_computation_ids": (38, ["int64"]),
-            "replica_groups": (49, ["ReplicaGroup"]),
-        },
-        "HloComputationProto": {
-            "name": (1, "string"),
-            "instructions": (2, ["HloInstructionProto"]),
-            "id": (5, "int64"),
-            "root_id": (6, "int64"),
-        },
-        "HloModuleProto": {
-            "name": (1, "string"),
-            "entry_computation_name": (2, "string"),
-            "computations": (3, ["HloComputationProto"]),
-            "id": (5, "int64"),
-            "entry_computation_id": (6, "int64"),
-        },
-    }
-    for message, fields in described.items():
+    for message, fields in HLO.items():
         added = file.message_type.add(name=message)
-        for name, (number, of) in fields.items():
-            repeated, of = isinstance(of, list), of[0] if isinstance(of, list) else of
-            label = kind.LABEL_REPEATED if repeated else kind.LABEL_OPTIONAL
-            field = added.field.add(name=name, number=number, label=label)
-            if of in described:
+        for name, number, of in (field.split() for field in fields.split(", ")):
+            label = kind.LABEL_REPEATED if of.endswith("*") else kind.LABEL_OPTIONAL
+            field, of = added.field.add(name=name, number=int(number), label=label), of.rstrip("*")
+            if of in HLO:
                 field.type, field.type_name = kind.TYPE_MESSAGE, f".ltxneurontest.{of}"
             else:
                 field.type = {"string": kind.TYPE_STRING, "int64": kind.TYPE_INT64}[of]
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
-    return {m: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"ltxneurontest.{m}")) for m in described}
+    return {m: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"ltxneurontest.{m}")) for m in HLO}
 
 
 class MetaTensor:
@@ -441,8 +411,3 @@ def _to_torch(array) -> torch.Tensor:
     if values.dtype.name == "bfloat16":
         return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(values)
-
-
-if __name__ == "__main__":
-    sys.modules["nxd_stubs"] = sys.modules["__main__"]  # one module, whichever way it is imported
-    run_script(*sys.argv[1:])

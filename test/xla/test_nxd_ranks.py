@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ltx_neuron.backends.nxd import runtime
 from ltx_neuron.backends.nxd.runtime import GraphInputs
-from ltx_neuron.backends.ranks import NotFiniteError
 from ltx_neuron.engine.preflight import RunOptions
 from ltx_neuron.engine.run import Engine
 from ltx_neuron.errors import UserError
@@ -97,46 +96,37 @@ def test_a_block_is_computed_with_its_own_weights(generated, program, step):
     assert rel(wrong, right) > SHOWS and rel(step(), right) == 0
 
 
-def test_unloading_frees_weights_graphs_and_tensors(workspace):
-    with dit_loaded(workspace) as ranks:
-        (weight_set,) = ranks._sets
-        watched = [weakref.ref(model) for copies in weight_set.models.values() for model in copies]
-        watched += [weakref.ref(tensor) for tensors in weight_set.tensors for tensor in tensors.values()]
-        inputs = weight_set.inputs
-        assert len(inputs) == 2 * 4  # the head, both blocks and the tail of each bucket
-        del weight_set
-        ranks.unload()
-        assert [ref() for ref in watched if ref() is not None] == [] and inputs == {}
-        ranks.load(workspace.dit_weights(), manifests_of(workspace), torch.float32)  # and comes back
+def alive(references: list[weakref.ref]) -> int:
+    return sum(reference() is not None for reference in references)
 
 
-def test_loading_other_weights_or_programs_of_a_model_frees_the_ones_before(workspace, tmp_path):
+def test_what_is_unloaded_or_replaced_by_other_programs_or_weights_of_the_model_is_freed(workspace, tmp_path):
     other = save_weights(tmp_path / "weights", *rank_weights(workspace))
     first, second = manifests_of(workspace).items()
     with dit_loaded(workspace) as ranks:
         (weight_set,) = ranks._sets
+        assert len(weight_set.inputs) == 2 * 4  # the head, both blocks and the tail of each bucket
         models = weight_set.models.items()
         leaving = [weakref.ref(model) for (of, _), copies in models if of == first[0] for model in copies]
         staying = {key: copies for key, copies in models if key[0] == second[0]}
         ranks.load(workspace.dit_weights(), dict([second]), torch.float32)
-        assert len(leaving) == 1 + 2 + 2 and not any(model() for model in leaving)
+        assert len(leaving) == 1 + 2 + 2 and alive(leaving) == 0
         assert {*ranks.programs} == {second[0]} and weight_set.models == staying
         calls = ("head", 0), ("blocks", 0), ("blocks", 1), ("tail", 0)
         assert {*weight_set.inputs} == {(second[0], *call) for call in calls}
-        watched = [weakref.ref(t) for t in weight_set.tensors[0].values()]
+        watched = [weakref.ref(tensor) for tensor in weight_set.tensors[0].values()]
         del staying, weight_set, models
         ranks.load(other, dict([first]), torch.float32)
         assert [each.folder for each in ranks._sets] == [other] and {*ranks.programs} == {first[0]}
-        assert [ref() for ref in watched if ref() is not None] == []
-
-
-def test_a_warm_step_has_the_weights_that_took_the_place_of_the_loaded_ones(generated, step, workspace, tmp_path):
-    ranks, right, bias = generated.ranks, step(), "transformer_blocks.1.attn1.to_v.bias"
-    shifted = [{**part, bias: part[bias] + 1} for part in rank_weights(workspace)]
-    ranks.replace_weights(save_weights(tmp_path / "weights", *shifted))
-    assert rel(step(), right) > SHOWS
-    ranks.replace_weights(workspace.dit_weights())
-    assert rel(step(), right) == 0
+        assert alive(watched) == 0
+        (weight_set,) = ranks._sets
+        watched = [weakref.ref(model) for copies in weight_set.models.values() for model in copies]
+        watched += [weakref.ref(tensor) for tensors in weight_set.tensors for tensor in tensors.values()]
+        inputs = weight_set.inputs
+        del weight_set
+        ranks.unload()
+        assert alive(watched) == 0 and inputs == {}
+        ranks.load(workspace.dit_weights(), manifests_of(workspace), torch.float32)  # and comes back
 
 
 def test_both_models_may_stay_on_the_cores_and_the_second_job_loads_nothing(assets, workspace, generated, monkeypatch):
@@ -156,14 +146,11 @@ def test_both_models_may_stay_on_the_cores_and_the_second_job_loads_nothing(asse
 # --- inputs and outputs of a step -------------------------------------------------------------------------------------
 
 
-def test_every_rank_has_the_same_latents_bit_for_bit(generated):
+def test_every_rank_has_the_same_latents_and_no_step_uploads_anything(generated):
     for name in ("video_latent", "audio_latent"):
         parts = generated.ranks._buffers.tensors[name]
         assert len(parts) == TP and all(torch.equal(part, parts[0]) for part in parts)
         assert len({part.data_ptr() for part in parts}) == TP  # four tensors, not one four times
-
-
-def test_no_step_uploads_anything(generated):
     assert generated.counters.bytes_to_device_per_step == 0
     first, second = generated.sent[:8], generated.sent[8:]
     assert len({*first}) == len({*second}) == 1 and len(second) == 3
@@ -178,27 +165,7 @@ def test_what_differs_between_ranks_is_an_input(generated, step):
     assert rel(step(video_cos=[tables[0]] * TP), right) > SHOWS
 
 
-def test_a_warm_step_reads_a_new_upload(generated, program, step):
-    context, right = generated.tensors["video_context"].to(torch.float32), step()
-    generated.ranks.put(program, video_context=1.5 * context)
-    assert rel(step(), right) > SHOWS
-    generated.ranks.put(program, video_context=context)
-    assert rel(step(), right) == 0
-
-
 # --- refused ----------------------------------------------------------------------------------------------------------
-
-
-def test_inputs_of_another_dtype_or_shape_and_nan_are_errors(generated, program, step):
-    """NxD routes a call by names and shapes alone."""
-    ranks = generated.ranks
-    latents = ranks._buffers.tensors["video_latent"]
-    with pytest.raises(RuntimeError, match="video_latent.*bfloat16.*float32"):
-        step(video_latent=[part.to(torch.bfloat16) for part in latents])
-    with pytest.raises(ValueError, match="video_latent: got shape"):
-        ranks.put(program, video_latent=torch.zeros(1, 3, 128))
-    with pytest.raises(NotFiniteError, match="NaN or Inf in video_latent, audio_latent"):
-        step(video_latent=[part * float("nan") for part in latents])
 
 
 def test_another_number_of_ranks_is_refused(workspace, generated, monkeypatch):

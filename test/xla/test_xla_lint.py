@@ -10,18 +10,14 @@ import pytest
 import torch
 from graph_faults import FAULTS, program
 from lint import compare_ranks, hlo, lower
-from lint.cases import Case, dtype_of, programs
+from lint.cases import dtype_of, programs
 
 from ltx_neuron.backends import mesh
 from ltx_neuron.backends.export import fake_process_group
 from ltx_neuron.config.profiles import PROFILES
 
-pytest.importorskip(
-    "torch_xla",
-    reason=(
-        "XLA LOWERING NOT CHECKED: torch_xla is not installed here. test/xla/make_xla_venv.sh makes a venv that has it"
-    ),
-)
+REASON = "XLA LOWERING NOT CHECKED: torch_xla is not installed here. test/xla/make_xla_venv.sh makes a venv that has it"
+pytest.importorskip("torch_xla", reason=REASON)
 TP, DTYPE = 4, torch.bfloat16
 RANKS = {"tp": [[*range(TP)]]}
 
@@ -41,55 +37,13 @@ def findings_of(function):
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found_in_the_hlo(name):
+    """Faults of collectives are in test/unit/backends/test_lint.py, in captured HLO."""
     findings = findings_of(FAULTS[name].function)
     assert re.search(FAULTS[name].hlo, text_of(findings)), text_of(findings)
 
 
-def reduced(x, groups=((0, 1, 2, 3),), reduction="sum"):
-    import torch_xla.core.xla_model as xm
-
-    copy = [x * 2]
-    xm.all_reduce(reduction, copy, groups=[list(group) for group in groups])
-    return copy[0]
-
-
-def gathered(x, groups):
-    import torch_xla.core.xla_model as xm
-
-    return xm.all_gather(x, 0, groups=groups, pin_layout=False)
-
-
-def exchanged(x):
-    import torch_xla.core.xla_model as xm
-
-    return xm.all_to_all(x, 0, 0, 2, groups=[[0, 1], [2, 3]], pin_layout=False)
-
-
-COLLECTIVES = {
-    "a sum over half of the ranks": (
-        lambda x, index: reduced(x, ((0, 1), (2, 3))),
-        "ranks {{0,1},{2,3}}, wanted {{0,1,2,3}}",
-    ),
-    "a sum over ranks that do not exist": (lambda x, index: reduced(x, (tuple(range(8)),)), "wanted {{0,1,2,3}}"),
-    "a maximum over the ranks": (lambda x, index: reduced(x, reduction="max"), "reduces by maximum"),
-    "an all-gather of half of the ranks": (
-        lambda x, index: gathered(x, [[0, 1], [2, 3]]),
-        "ranks {{0,1},{2,3}}, wanted {{0,1,2,3}}",
-    ),
-    "an all-to-all": (lambda x, index: exchanged(x), "Comm has only all-gather, all-reduce, reduce-scatter"),
-    "a sum of integers": (lambda x, index: reduced(index), "NCC_EVRF061"),
-}
-
-
-@pytest.mark.parametrize("name", COLLECTIVES)
-def test_a_planted_collective_is_found_in_the_hlo(name):
-    function, expected = COLLECTIVES[name]
-    assert expected in text_of(findings_of(function)), text_of(findings_of(function))
-
-
 def test_a_value_that_is_the_ranks_own_is_found_though_its_hlo_is_the_same():
-    """torch_xla makes a parameter of a tensor that the function makes of Python numbers: the
-    tracing rank's, for all."""
+    """torch_xla makes a parameter of a tensor that the function makes of Python numbers: the tracing rank's."""
     findings = findings_of(lambda x, index: x * torch.tensor([1.0 + torch.distributed.get_rank()] * 8).to(x.device))
     assert "made while tracing: tensor (8,)" in text_of(findings)
     assert "rank 0 has" in text_of(findings)
@@ -101,26 +55,21 @@ def test_a_function_without_a_fault_has_no_finding():
 
 
 def test_collectives_of_one_graph_do_not_come_into_the_next():
-    findings_of(lambda x, index: reduced(x))
-    with fake_process_group(TP):
-        reading = lower.read(program(lambda x, index: reduced(x)), "planted", RANKS, DTYPE, "graph")
-    assert len([operation for operation in hlo.operations(reading.text) if operation.collective]) == 1
-
-
-def world_of(case: Case, rank: int = 0):
-    groups = mesh.groups(case.profile, TP)
-    return fake_process_group(case.profile.world_size(TP), rank, groups)
+    comm = lower.comm(RANKS)
+    for _ in range(2):
+        with fake_process_group(TP):
+            reading = lower.read(program(lambda x, index: comm.sum(x)[0]), "planted", RANKS, DTYPE, "graph")
+        assert len([operation for operation in hlo.operations(reading.text) if operation.collective]) == 1
 
 
 @pytest.fixture(scope="module")
 def graphs():
-    """Every graph of the toolkit, tiny and at full width, with one block and with two: its
-    operations and findings by name."""
+    """Operations and findings of every graph of the toolkit, tiny and at full width, with one block and with two."""
     graphs = {}
     for case in programs(PROFILES["trn2.3xlarge"], TP, DTYPE):
         readings, dtype = {}, dtype_of(case.name, DTYPE)
         for rank in (0, case.profile.world_size(TP) - 1):
-            with world_of(case, rank):
+            with fake_process_group(case.profile.world_size(TP), rank, mesh.groups(case.profile, TP)):
                 made = case.program(lower, TP)
                 for name in made.graphs:
                     reading = lower.read(made, name, case.groups(TP), dtype, name)

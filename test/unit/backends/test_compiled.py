@@ -11,15 +11,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from graphs import block_graph
-from helpers import one_thread, randn, rel  # noqa: F401
-from toy import EQUAL, TP, make_toy, upload, wanted
+from helpers import one_thread, randn, rel, within  # noqa: F401
+from toy import EQUAL, TP, make_toy, ready, upload, wanted
 
 from ltx_neuron.backends.export import fake_process_group
 from ltx_neuron.backends.torchdist import compiled
-from ltx_neuron.backends.torchdist.host import TorchDistRanks, compile_only, rank_settings
+from ltx_neuron.backends.torchdist.host import compile_only, rank_settings
 from ltx_neuron.backends.torchdist.rank import Rank
 from ltx_neuron.config.profiles import PROFILES, resolve
-from ltx_neuron.errors import RunError
+from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.models.attention import sdpa
 
 # aot_eager is what TorchNeuron does before its own compiler: Dynamo, AOTAutograd, functional collectives.
@@ -35,14 +35,13 @@ def toy(tmp_path_factory):
 
 
 def test_a_compiled_graph_runs_on_new_inputs_steps_and_weights(toy):
-    with TorchDistRanks(TRACED, TP) as ranks:
+    with ready(toy, TRACED) as ranks:
 
         def assert_right(step: int, seed: int = 1) -> None:
             upload(ranks, toy)
             ranks.run("toy", step=step)
             assert rel(ranks.get("toy", "y"), wanted(toy, step, seed)) < EQUAL
 
-        ranks.load(toy.folders[1], toy.programs, torch.float32)
         assert_right(3)
         assert_right(5)
         ranks.replace_weights(toy.folders[2])
@@ -56,16 +55,22 @@ def wait_for_ever(*_) -> None:
     time.sleep(600)
 
 
+def refuse(*_) -> None:
+    sys.exit(2)  # as where TorchNeuron does not know the layout's groups
+
+
 def test_a_compile_step_that_fails_or_hangs_without_a_device_is_left_to_the_ranks(toy, tmp_path, capfd, monkeypatch):
     """Here TorchNeuron is absent, so it fails; it hangs where a loaded graph waits for ranks that nobody starts."""
-    compile_only([manifest.folder for manifest in toy.programs.values()], TRN2, TP, tmp_path)
+    compile_only([toy.programs["toy"].folder], TRN2, TP, tmp_path)
     assert "ended with exit code 1; its errors are above. The ranks compile at" in capfd.readouterr().err
     with pytest.raises(RunError, match="ended with exit code 1"):
         compile_only([tmp_path / "absent"], PROFILES["cpu"], TP, tmp_path)
+    monkeypatch.setattr(compiled, "compile_only", refuse)
+    with pytest.raises(UserError, match="cannot be compiled; the reason is above"):
+        compile_only([tmp_path], TRN2, TP, tmp_path)
     monkeypatch.setattr(compiled, "compile_only", wait_for_ever)
-    start = time.monotonic()
-    compile_only([tmp_path], replace(TRN2, first_run_seconds=1), TP, tmp_path)
-    assert time.monotonic() - start < 60
+    with within(60):
+        compile_only([tmp_path], replace(TRN2, first_run_seconds=1), TP, tmp_path)
     assert "did not end within 1 s and was stopped. The ranks compile" in capfd.readouterr().err
 
 
@@ -75,11 +80,7 @@ def test_every_graph_is_compiled_where_a_compiled_graph_cannot_run(toy, tmp_path
 
     def compile_and_refuse_to_run(graph, _examples, **_):
         compiled_graphs.append(graph)
-
-        def run(*_):
-            raise RuntimeError("no process group")
-
-        return run
+        return lambda *_: 1 // 0
 
     monkeypatch.setitem(compiled.OPTIONS, "refuses", {})
     torch._dynamo.register_backend(compile_and_refuse_to_run, name="refuses")
@@ -117,17 +118,6 @@ class WrappedKernel:
         return self.kernel(self.grid, **arguments)
 
 
-def nki_op(name, mutates_args):
-    """torch_neuronx.nki_op, of the same file: a torch.library.custom_op, whose fake is the function itself."""
-
-    def register(function):
-        operation = torch.library.custom_op(name, function, mutates_args=mutates_args)
-        operation.register_fake(function)
-        return operation
-
-    return register
-
-
 def test_a_device_puts_its_own_kernel_in_the_place_of_the_operation(monkeypatch):
     """On TorchNeuron, with PyTorch's kernel instead of nkilib's, compiled as its backend is without its compiler."""
     launches = []
@@ -136,10 +126,19 @@ def test_a_device_puts_its_own_kernel_in_the_place_of_the_operation(monkeypatch)
         launches.append((grid, scale * q.shape[-1] ** 0.5))
         return sdpa(q[None], k[None], v[None], scale)[0].contiguous()
 
+    def nki_op(name, mutates_args):
+        """torch_neuronx.nki_op: a torch.library.custom_op, whose fake is the function itself."""
+
+        def register(function):
+            operation = torch.library.custom_op(name, function, mutates_args=mutates_args)
+            operation.register_fake(function)
+            return operation
+
+        return register
+
     # Decorated, as nki.jit does: no plain function.
     kernels = SimpleNamespace(attention_cte=partial(attention_cte))
-    torch_neuronx = SimpleNamespace(nki_op=nki_op, wrap_nki=WrappedKernel)
-    monkeypatch.setitem(sys.modules, "torch_neuronx", torch_neuronx)
+    monkeypatch.setitem(sys.modules, "torch_neuronx", SimpleNamespace(nki_op=nki_op, wrap_nki=WrappedKernel))
     monkeypatch.setitem(sys.modules, "nkilib.core.attention.attention_cte", kernels)
     module = copy.deepcopy(block_graph("nki").graph_module)
     values = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
@@ -162,23 +161,16 @@ def test_no_kernel_is_made_for_a_graph_without_the_operation():
 def test_a_launch_finds_the_flags_of_its_own_model(monkeypatch):
     """What a process of TorchNeuron reads when a graph is launched."""
     monkeypatch.setenv("LTX_TEST_FLAGS", "")
-    seen = []
-
-    def see() -> tuple:
-        seen.append(os.environ["LTX_TEST_FLAGS"])
-        return ()
-
+    seen, rank = [], Rank.__new__(Rank)
+    compilers = {model: {"LTX_TEST_FLAGS": model} for model in ("dit", "gemma3")}
+    rank.settings = replace(rank_settings(PROFILES["cpu"], 1, 0, None), compilers=compilers)
+    rank._synchronize = lambda: None
+    rank._clear()
     for model in ("dit", "gemma3", "dit"):
-        settings = replace(rank_settings(PROFILES["cpu"], 1, 0, None), compilers={model: {"LTX_TEST_FLAGS": model}})
-        rank = Rank.__new__(Rank)
-        rank.settings, rank._synchronize = settings, lambda: None
-        rank._clear()
-        graphs, identity = {"graph": {"inputs": [], "outputs": []}}, {"model": model}
-        rank.programs["program"] = SimpleNamespace(
-            identity=identity, runs={"main": [("graph", 0)]}, graphs=graphs, fields={}
-        )
-        rank.bound["program", "graph", 0] = see, []
-        rank.run("program", "main", {})
+        graphs, runs = {"graph": {"inputs": [], "outputs": []}}, {"main": [("graph", 0)]}
+        rank.programs[model] = SimpleNamespace(identity={"model": model}, runs=runs, graphs=graphs, fields={})
+        rank.bound[model, "graph", 0] = lambda: seen.append(os.environ["LTX_TEST_FLAGS"]) or (), []
+        rank.run(model, "main", {})
     assert seen == ["dit", "gemma3", "dit"]
 
 

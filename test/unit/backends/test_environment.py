@@ -24,11 +24,10 @@ CPU = PROFILES["cpu"]
 CORES = [
     (None, TRN2, 4, [0, 1, 2, 3], None),
     (None, LARGE, 4, [0, 1, 2, 3], "0-3"),
-    ("60,61,62-63", LARGE, 4, [60, 61, 62, 63], "60-63"),
-    ("8-15", LARGE, 4, [8, 9, 10, 11], "8-11"),
+    ("56,57,58-63", LARGE, 4, [56, 57, 58, 59], "56-59"),
+    ("0,2", TRN2, 1, [0], "0"),
     ("2-3", TRN2, 4, "4 ranks need 4 different logical cores, of which trn2.3xlarge has 4", None),
     ("0,0,1,2", TRN2, 4, "different", None),
-    ("0,2", TRN2, 1, [0], "0"),
     ("0,2,4,6", LARGE, 4, "the runtime refuses gaps.\nType: export NEURON_RT_VISIBLE_CORES=0-3", None),
     ("all", TRN2, 4, "'all', wanted cores as in 0-3", None),
 ]
@@ -39,14 +38,13 @@ def test_each_rank_of_a_launch_sees_one_core_and_one_process_sees_all(
     monkeypatch, visible, profile, tp, cores, launched
 ):
     monkeypatch.delenv("NEURON_RT_NUM_CORES", raising=False)
-    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", visible or "")
     monkeypatch.setenv("NEURON_RT_ROOT_COMM_ID", "127.0.0.1:1")  # the user's own
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", visible or "")
     if visible is None:
         monkeypatch.delenv("NEURON_RT_VISIBLE_CORES")
     if isinstance(cores, str):
-        with pytest.raises(UserError, match="NEURON_RT_VISIBLE_CORES") as error:
+        with pytest.raises(UserError, match=f"(?s)NEURON_RT_VISIBLE_CORES.*{cores}"):
             environment.of_rank(profile, tp, 0, None)
-        assert cores in str(error.value)
         return
     ranks = [environment.of_rank(profile, tp, rank, None) for rank in range(tp)]
     assert [rank.pop("NEURON_RT_VISIBLE_CORES") for rank in ranks] == [str(core) for core in cores]
@@ -58,13 +56,20 @@ def test_each_rank_of_a_launch_sees_one_core_and_one_process_sees_all(
 
 
 def test_a_rank_has_a_core_size_flags_an_address_and_folders_of_what_it_compiles(tmp_path, monkeypatch):
-    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "4-7")
-    monkeypatch.setenv("PATH", "/usr/bin:/bin")
-    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    for name, value in {
+        "NEURON_RT_VISIBLE_CORES": "4-7",
+        "PATH": "/usr/bin:/bin",
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+        # A user may give a slow first run more time, as the message of a run that did not end in time says.
+        "NEURON_RT_EXEC_TIMEOUT": "1800",
+    }.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.delenv("NEURON_RT_ROOT_COMM_ID", raising=False)
-    monkeypatch.delenv("NEURON_RT_EXEC_TIMEOUT", raising=False)
     variables = environment.of_rank(LARGE, 4, 1, tmp_path)
-    assert variables.items() >= dict(LARGE.environment).items()
+    assert variables["NEURON_RT_EXEC_TIMEOUT"] == "1800"
+    monkeypatch.delenv("NEURON_RT_EXEC_TIMEOUT")
+    variables = environment.of_rank(LARGE, 4, 1, tmp_path)
+    assert variables.items() >= dict(LARGE.environment).items() and variables["NEURON_RT_EXEC_TIMEOUT"] == "600"
     assert variables["NEURON_LOGICAL_NC_CONFIG"] == "2" and "NEURON_CC_FLAGS" not in variables
     assert variables["NEURON_RT_ROOT_COMM_ID"] == "127.0.0.1:61238"
     folders = [value for name, value in variables.items() if name.endswith("_DIR")]
@@ -79,29 +84,22 @@ def test_a_rank_has_a_core_size_flags_an_address_and_folders_of_what_it_compiles
     assert not torch._is_device_backend_autoload_enabled()
     with environment.added(variables):
         assert torch._is_device_backend_autoload_enabled()
-    # A user may give a slow first run more time, as the message of a run that did not end in time says.
-    assert variables["NEURON_RT_EXEC_TIMEOUT"] == "600"
-    monkeypatch.setenv("NEURON_RT_EXEC_TIMEOUT", "1800")
-    assert environment.of_rank(LARGE, 4, 0, None)["NEURON_RT_EXEC_TIMEOUT"] == "1800"
     assert not [name for name in environment.of_rank(CPU, 4, 1, tmp_path) if "NEURON" in name]
-
-
-def options(words: list[str]) -> set[str]:
-    """A compiler's flags, whether a flag's options come together or one by one."""
-    return {*" ".join(words).replace("--tensorizer-options=", "").replace("=", " ").split()}
 
 
 def test_each_model_has_compiler_flags_of_its_own_in_the_form_that_torchneuron_takes():
     """TorchNeuron splits its command at white space and calls execvp (CompilableKernelExecution.cpp of its sources,
     early 2026), and adds --model-type, --auto-cast and --lnc itself; NxD's goes through a shell."""
+
+    def options(words: list[str]) -> set[str]:  # whether a flag's come together or one by one
+        return {*" ".join(words).replace("--tensorizer-options=", "").replace("=", " ").split()}
+
     described = {model: environment.of_compiler(TRN2, model) for model in COMPILED_MODELS}
     assert described["dit"] == {
         "NEURON_COMPILER_OPT_LEVEL": "-O1",
         "NEURON_CC_FLAGS": "--tensorizer-options=--enable-ccop-compute-overlap",
     }
-    gemma = described["gemma3"]["NEURON_CC_FLAGS"].split()
-    assert len(gemma) == 4 and all(word.startswith("--tensorizer-options=--") for word in gemma)
-    assert described["connectors"]["NEURON_CC_FLAGS"] == ""
+    assert all(word.startswith("--tensorizer-options=--") for word in described["gemma3"]["NEURON_CC_FLAGS"].split())
     for model, variables in described.items():
         words = ["--model-type", "transformer", "--auto-cast=none", "--lnc", "2"]
         words += [*variables["NEURON_CC_FLAGS"].split(), variables["NEURON_COMPILER_OPT_LEVEL"]]

@@ -22,7 +22,7 @@ from tiny import TinySizes
 from ltx_neuron.backends import mesh, registry
 from ltx_neuron.backends.export import TorchDistComm, fake_process_group, trace
 from ltx_neuron.backends.mesh import WORLD as GROUP
-from ltx_neuron.config.profiles import Profile, resolve
+from ltx_neuron.config.profiles import resolve
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.errors import UserError
 from ltx_neuron.models.programs import dit_program
@@ -31,18 +31,6 @@ TP, BF16 = 4, torch.bfloat16
 RANKS = {"tp": [[*range(TP)]]}
 CPU, CONTEXT = resolve("cpu"), resolve("cpu", ("context_parallel=4", "attention=sdpa"))
 BUCKET = Bucket(video_tokens=6, audio_tokens=4, timesteps=1, max_steps=3)
-
-
-def in_context(profile: Profile, rank: int = 0):
-    """A process group of a profile's world."""
-    return fake_process_group(profile.world_size(TP), rank, mesh.groups(profile, TP))
-
-
-def context_program(profile: Profile):
-    """A DiT with padding, cut into graphs, for a profile's layout."""
-    config = made_config(TinySizes(layers=1, heads=2 * TP))[1]
-    comms = registry.comm(profile, TP), registry.context(profile, TP)
-    return dit_program(config, BUCKET, TP, comms[0], BF16, 1, context=comms[1])
 
 
 def text_of(findings) -> str:
@@ -80,9 +68,11 @@ def test_a_split_into_a_list_of_sizes_is_refused_along_any_dimension_but_the_fir
 def test_collectives_are_found_by_their_named_groups_and_ranks_have_one_text():
     """Ranks of different groups: torch would number their groups differently."""
     texts, counts, groups = {}, Counter(), mesh.groups(CONTEXT, TP)
+    config = made_config(TinySizes(layers=1, heads=2 * TP))[1]
     for rank in (0, CONTEXT.world_size(TP) - 1):
-        with in_context(CONTEXT, rank):
-            made = context_program(CONTEXT)
+        with fake_process_group(CONTEXT.world_size(TP), rank, groups):
+            comms = registry.comm(CONTEXT, TP), registry.context(CONTEXT, TP)
+            made = dit_program(config, BUCKET, TP, comms[0], BF16, 1, context=comms[1])
             exported = {name: trace(made, name, BF16) for name in made.graphs}
         texts[rank] = "".join(map(fx.text, exported.values()))
     assert compare_ranks("graph", texts) == []
@@ -158,17 +148,11 @@ def test_a_planted_fault_is_found_in_the_graph_that_torch_compile_makes(name):
     assert re.search(expected, text_of(findings)), text_of(findings)
 
 
-def test_the_rank_and_a_sum_over_some_ranks_are_found_in_graphs_of_torch_compile():
-    texts = {}
-    for rank in (0, 3):
-        with fake_process_group(TP, rank):
-            some = dist.new_group([0, 3]).group_name
-            texts[rank] = compiled(lambda x: x * (2 + dist.get_rank())).code
-            if rank == 0:
-                findings = check_fx(compiled(lambda x, some=some: reduced(x, group=some)), RANKS)
-                assert f"ranks {some}, wanted {GROUP}" in text_of(findings)
-    (finding,) = compare_ranks("graph", texts)
-    assert "rank 0 has" in finding.wrong and "rank 3 has" in finding.wrong
+def test_a_sum_over_some_ranks_is_found_in_a_graph_of_torch_compile():
+    with fake_process_group(TP):
+        some = dist.new_group([0, 3]).group_name
+        findings = check_fx(compiled(lambda x: reduced(x, group=some)), RANKS)
+    assert f"ranks {some}, wanted {GROUP}" in text_of(findings)
 
 
 # --- HLO ------------------------------------------------------------------------------------------
@@ -198,13 +182,11 @@ def test_a_fault_is_found_in_captured_hlo(name):
 def test_captured_hlo_reads_as_operations_and_has_no_finding_but_for_other_ranks():
     assert check_hlo(TEXTS["clean"], RANKS) == []
     operations = [*hlo.operations(TEXTS["clean"])]
-    names = {operation.name for operation in operations}
-    assert {"all-reduce", "dot", "exponential", "reduce"} <= names <= hlo.OPERATIONS | {"all-reduce"}
+    assert {operation.name for operation in operations} >= {"all-reduce", "dot", "exponential", "reduce"}
     reduction, _ = [operation for operation in operations if operation.collective]
     assert (reduction.label, reduction.collective.reduction) == ("all-reduce.44", "add")
     assert reduction.collective.group == "{{0,1,2,3}}"
     assert reduction.results == reduction.operands == (Kind("f32", (4, 1)), Kind("f32", ()))
-    assert "wanted {{0,1}}" in text_of(check_hlo(TEXTS["clean"], {"tp": [[0, 1]]}))
     with pytest.raises(ValueError, match="no HLO instruction"):
         check_hlo("HloModule nothing", RANKS)
 
@@ -224,7 +206,6 @@ def checked(line: str, groups=RANKS) -> str:
         ("f8e4m3fn[2]{0} convert(%a.1)", "NCC_EVRF051"),
         ('f32[2]{0} custom-call(%a.1), custom_call_target="Other"', "NCC_EHCA005"),
         ("f32[2]{0} collective-permute(%a.1), source_target_pairs={{0,1}}", "Comm has only all-gather, all-reduce, re"),
-        ("f32[8]{0} all-gather(%a.1), replica_groups={{0,1},{2,3}}, dimensions={0}", "ranks {{0,1},{2,3}}"),
         ("f32[2]{0} all-reduce(%a.1), replica_groups={}, to_apply=%sum", "ranks {}"),
         ("f32[8]{0} all-gather(%a.1), replica_groups={{0,1,2,3}}, dimensions={0}", ""),
         ("f32[1]{0} reduce-scatter(%a.1), replica_groups={{0,1,2,3}}, dimensions={0}, to_apply=%sum", ""),
@@ -241,7 +222,6 @@ def test_a_line_of_hlo_that_the_compiler_would_refuse_is_found_and_no_other(line
         ("{{0,4},{1,5},{2,6},{3,7}}", ""),
         ("{{0,1,2,3},{4,5,6,7}}", ""),
         ("{{0,1,2,3,4,5,6,7}}", "wanted {{0,1,2,3},{4,5,6,7}} or {{0,4},{1,5},{2,6},{3,7}}"),
-        ("{{0,1},{2,3},{4,5},{6,7}}", "ranks {{0,1},{2,3},{4,5},{6,7}}, wanted"),
         ("{{4,0},{5,1},{6,2},{7,3}}", "ranks {{4,0},{5,1},{6,2},{7,3}}, wanted"),
     ],
 )

@@ -26,7 +26,6 @@ from ltx_neuron.models.programs import Graph, Program
 from ltx_neuron.models.signatures import Field
 
 TRN2, NXD, TORCH = "trn2.3xlarge", ("backend=nxd",), ("backend=torchdist",)
-SHAPE = SimpleNamespace  # of an HLO's instruction
 
 
 class Toy(nn.Module):
@@ -49,11 +48,12 @@ class Scale(nn.Module):
 
 
 FIELDS = {"step": Field((1,), torch.int32), "x": Field((1, 3, 4), torch.bfloat16)}
+SCALE = Graph(Scale(), ("step", "x"), ("y",))
 
 
 def toy() -> Graph:
     with torch.device("meta"):
-        return Graph(Toy(tp=2), ("step", "x"), ("y",))
+        return Graph(Toy(tp=2).to(torch.bfloat16), ("step", "x"), ("y",))
 
 
 def test_what_nxd_traces_has_a_keyword_for_each_input_no_default_and_its_own_weights():
@@ -64,7 +64,7 @@ def test_what_nxd_traces_has_a_keyword_for_each_input_no_default_and_its_own_wei
     assert [*parameters] == ["step", "x"]
     assert all(p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty for p in parameters.values())
     assert [name for name, _ in module.named_parameters()] == ["module.down.weight"]
-    first = nxd_compile.traceable(Graph(Scale(), ("step", "x"), ("y",)))
+    first = nxd_compile.traceable(SCALE)
     second = deepcopy(first)
     with torch.no_grad():
         second.module.weight.fill_(3)
@@ -73,14 +73,13 @@ def test_what_nxd_traces_has_a_keyword_for_each_input_no_default_and_its_own_wei
 
 def test_a_graph_for_several_groups_of_blocks_takes_its_weights_as_inputs_and_has_none():
     """Bound to one group's weights, it would have to be loaded once for each."""
-    graph = Graph(Scale(), ("step", "x"), ("y",))
-    module = nxd_compile.traceable(graph, cut=True)
+    module = nxd_compile.traceable(SCALE, cut=True)
     assert [*inspect.signature(module.forward).parameters] == ["step", "x", "weight"]
     assert not [*module.parameters()] and not [*module.buffers()]
     for weight in (3.0, 5.0):
         (scaled,) = module(step=None, x=torch.ones(2), weight=torch.tensor([weight]))
         assert scaled.tolist() == [weight] * 2
-    assert graph.module.weight.item() == 1
+    assert SCALE.module.weight.item() == 1
     name = nxd_compile.argument_name("transformer_blocks.0.attn1.to_q.weight")
     assert name == "transformer_blocks__0__attn1__to_q__weight" and name.isidentifier()
 
@@ -95,12 +94,10 @@ def test_small_tensors_are_summed_together_and_large_ones_alone(monkeypatch):
         inputs[:] = [tensor * len(groups[0]) for tensor in inputs]
 
     model = SimpleNamespace(REDUCE_SUM="sum", all_reduce=all_reduce)
-    for name, module in {
-        "torch_xla": SimpleNamespace(core=SimpleNamespace(xla_model=model)),
-        "torch_xla.core": SimpleNamespace(xla_model=model),
-        "torch_xla.core.xla_model": model,
-    }.items():
-        monkeypatch.setitem(sys.modules, name, module)
+    core = SimpleNamespace(xla_model=model)
+    modules = {"": SimpleNamespace(core=core), ".core": core, ".core.xla_model": model}
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, f"torch_xla{name}", module)
     most = nxd_compile.TOGETHER_BYTES // 4
     tensors = [torch.full((size,), float(size)) for size in (most + 1, 3, most + 2, most)]
     summed = nxd_compile.XlaComm(4, [[0, 1, 2, 3]]).sum(*tensors)
@@ -127,45 +124,38 @@ def test_replicas_of_one_machine_have_communicators_of_their_own(monkeypatch):
 
 @pytest.mark.parametrize("cut", [False, True])
 def test_example_inputs_are_of_the_fields_different_objects_and_neither_zero_nor_constant(cut):
-    graph = toy()
-    graph.module.to(torch.bfloat16)
-    examples = nxd_compile.example_inputs(graph, FIELDS, cut)
+    examples = nxd_compile.example_inputs(toy(), FIELDS, cut)
     weights = {"down__weight": Field((16, 4), torch.bfloat16)} if cut else {}
-    described = {name: Field(tuple(t.shape), t.dtype) for name, t in examples.items()}
-    assert described == FIELDS | weights
+    assert {name: Field(tuple(t.shape), t.dtype) for name, t in examples.items()} == FIELDS | weights
     assert all(t.unique().numel() > 1 for t in examples.values() if t.numel() > 1)
     assert all(t.all() for t in examples.values())
 
 
 def test_flops_and_peak_bytes_are_counted_on_meta_without_nxd_and_without_ranks():
-    runs, returned = {"main": (("toy", 0),)}, {"y": FIELDS["x"]}
-    program = Program({"toy": toy().module}, runs, FIELDS, returned, torch.bfloat16)
-    cost = export.cost(export.trace(program, "toy", torch.bfloat16))
-    product = 3 * 16
-    assert cost["flops"] == 2 * 4 * product
+    program = Program({"toy": toy().module}, {"main": (("toy", 0),)}, FIELDS, {"y": FIELDS["x"]}, torch.bfloat16)
+    cost, product = export.cost(export.trace(program, "toy", torch.bfloat16)), 3 * 16
     # bf16: the product, and the product times the step
-    assert cost["peak_bytes"] == 2 * 2 * product
+    assert (cost["flops"], cost["peak_bytes"]) == (2 * 4 * product, 2 * 2 * product)
 
 
-# Of 4 ranks, with two kinds of groups and with one.
-PAIRS = {"tp": [[0, 1], [2, 3]], "cp": [[0, 2], [1, 3]]}
-WORLD = {"tp": [[0, 1, 2, 3]]}
+PAIRS = {"tp": [[0, 1], [2, 3]], "cp": [[0, 2], [1, 3]]}  # two kinds of groups of 4 ranks
 
 
 def shape(*dimensions: int, dtype: int = 11, parts: tuple = ()):
-    return SHAPE(dimensions=dimensions, element_type=dtype, tuple_shapes=parts)
+    return SimpleNamespace(dimensions=dimensions, element_type=dtype, tuple_shapes=parts)
 
 
 def hlo_of(*operations: tuple):
     """The HLO of a graph with these collectives: opcode, shape of the result, groups, and shapes of the operands."""
     instructions = []
     for opcode, result, groups, *operands in operations:
-        numbers = range(len(instructions), len(instructions) + len(operands))
-        instructions += [SHAPE(id=n, opcode="add", shape=each) for n, each in zip(numbers, operands, strict=True)]
-        over = [SHAPE(replica_ids=ranks) for ranks in groups]
-        number, of = len(instructions), {"operand_ids": [*numbers], "replica_groups": over}
-        instructions.append(SHAPE(id=number, opcode=opcode, shape=result, **of))
-    return SHAPE(computations=[SHAPE(instructions=instructions)])
+        first = len(instructions)
+        for number, each in enumerate(operands, first):
+            instructions.append(SimpleNamespace(id=number, opcode="add", shape=each))
+        of = {"operand_ids": [*range(first, len(instructions))]}
+        of["replica_groups"] = [SimpleNamespace(replica_ids=ranks) for ranks in groups]
+        instructions.append(SimpleNamespace(id=len(instructions), opcode=opcode, shape=result, **of))
+    return SimpleNamespace(computations=[SimpleNamespace(instructions=instructions)])
 
 
 def test_collectives_and_their_bytes_are_counted_in_the_hlo_without_the_scalar_that_orders_them():
@@ -190,11 +180,14 @@ def test_collectives_and_their_bytes_are_counted_in_the_hlo_without_the_scalar_t
     }
 
 
+OTHERS = [
+    *[(PAIRS, over) for over in ([], [[0, 1, 2, 3]], [[1, 0], [3, 2]], [[0, 1]])],
+    ({"tp": [[0, 1, 2, 3]]}, [[0, 1], [2, 3]]),
+]
+
+
 @pytest.mark.parametrize("opcode", ["all-reduce", "all-gather", "reduce-scatter"])
-@pytest.mark.parametrize(
-    ("groups", "over"),
-    [(PAIRS, []), (PAIRS, [[0, 1, 2, 3]]), (PAIRS, [[1, 0], [3, 2]]), (PAIRS, [[0, 1]]), (WORLD, [[0, 1], [2, 3]])],
-)
+@pytest.mark.parametrize(("groups", "over"), OTHERS)
 def test_a_graph_whose_collective_is_over_other_ranks_than_those_of_the_layout_is_not_compiled(opcode, groups, over):
     """As a sum that was lowered without its groups: XLA takes none for the world."""
     for right in groups.values():
@@ -214,23 +207,22 @@ def test_flags_have_the_cores_per_logical_core_of_the_profile_and_kernels_need_n
 
 
 def test_an_environment_that_contradicts_the_graphs_is_refused_and_other_values_of_the_user_stay(monkeypatch):
-    ours = ("LTX_TEST_A", "ours"), ("LTX_TEST_B", "ours")
-    profile = replace(resolve(TRN2, NXD), environment=ours)
-    for name in ("LTX_TEST_A", "LTX_TEST_B", "NEURON_LOGICAL_NC_CONFIG"):
+    profile = replace(resolve(TRN2, NXD), environment=(("LTX_TEST_A", "ours"), ("LTX_TEST_B", "ours")))
+    for name in ("LTX_TEST_A", "NEURON_LOGICAL_NC_CONFIG"):
         monkeypatch.setenv(name, "theirs")
+    monkeypatch.setenv("LTX_TEST_B", "")  # removed afterwards
     monkeypatch.delenv("LTX_TEST_B")
     with pytest.raises(UserError, match="NEURON_LOGICAL_NC_CONFIG is theirs.*compiled for 2.*unset"):
         nxd_compile.set_environment(profile)
     monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "2")
     nxd_compile.set_environment(profile)
-    assert (nxd_compile.os.environ["LTX_TEST_A"], nxd_compile.os.environ["LTX_TEST_B"]) == ("theirs", "ours")
+    assert (os.environ["LTX_TEST_A"], os.environ["LTX_TEST_B"]) == ("theirs", "ours")
 
 
 def test_the_profile_chooses_the_backend_and_the_identity_of_a_graph_names_what_compiled_it():
     ours, other = resolve(TRN2, NXD), resolve("cpu")
-    assert isinstance(registry.comm(ours, 4), nxd_compile.XlaComm) and isinstance(
-        registry.comm(other, 4), TorchDistComm
-    )
+    assert isinstance(registry.comm(ours, 4), nxd_compile.XlaComm)
+    assert isinstance(registry.comm(other, 4), TorchDistComm)
     identity = registry.identity(ours, "dit")
     assert identity["compiler_flags"] == ours.flags("dit") and {*identity["neuron"]} == {*nxd_compile.PACKAGES}
     assert registry.identity(other, "dit") == registry.identity(resolve(TRN2, TORCH), "dit") == {}
@@ -240,9 +232,7 @@ def test_the_profile_chooses_the_backend_and_the_identity_of_a_graph_names_what_
 
 def test_weights_that_replace_others_are_those_of_their_folder_from_then_on(tmp_path):
     """Without NxD: of a loaded set, only what replacing touches."""
-    held = SimpleNamespace(
-        shapes={"w": (2,)}, dtype=torch.float32, tensors=[{"w": torch.zeros(2)}], folder=tmp_path / "a"
-    )
+    held = SimpleNamespace(shapes={"w": (2,)}, dtype=torch.float32, tensors=[{"w": torch.zeros(2)}], folder=None)
     ranks = object.__new__(runtime.NxdRanks)
     ranks.tp, ranks._sets = 1, [held]
     ranks.replace_weights(other := save_weights(tmp_path / "b", {"w": torch.ones(2)}))

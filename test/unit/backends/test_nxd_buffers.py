@@ -25,10 +25,9 @@ def test_a_graph_that_reads_its_own_output_runs_on_two_copies_in_turn_at_any_num
 
 
 def test_each_pass_of_a_guided_step_has_its_own_copy_of_the_graph_that_predicts():
-    predictions = [f"{kind}_x0" for kind in PASSES]
-    calls = []
+    predictions, calls = [f"{kind}_x0" for kind in PASSES], []
     for name in predictions:
-        calls += [HEAD, BLOCKS, BLOCKS, Call("tail", 0, {"hidden": "hidden"}, {"x0": name})]
+        calls += [HEAD, BLOCKS, BLOCKS, call("tail", ["hidden"], [name])]
     calls.append(call("guide", [*predictions, "latent", "guided"], ["latent", "guided"]))
     assert copies_needed("v64", calls) == {"head": 1, "blocks": 2, "tail": 4, "guide": 2}
 

@@ -95,14 +95,13 @@ def latent_of(groups: list[Group], sequences=("guided",) * 3, passes=PASSES) -> 
     team = started(groups, passes)
     for step, sequence in enumerate(sequences):
         team.run("dit", sequence, step=step)
-    digests = team.hashes("latent")
-    assert len(set(digests)) == 1
+    assert len(set(team.hashes("latent"))) == 1
     return team.get("dit", "latent")
 
 
-@pytest.mark.parametrize("count", [2, 3, 5])
+@pytest.mark.parametrize("count", [2, 5])
 @pytest.mark.parametrize("sequences", [("guided",) * 3, ("guided", "repeat", "guided")])
-@pytest.mark.parametrize("passes", [PASSES, PASSES[:2], PASSES[:1]])
+@pytest.mark.parametrize("passes", [PASSES, PASSES[:1]])
 def test_groups_make_the_bits_of_one(count, sequences, passes):
     alone = latent_of([Group()], sequences, passes)
     groups = [Group() for _ in range(count)]
@@ -121,10 +120,8 @@ def test_passes_are_dealt_one_to_each_group_in_turn_and_sent_to_the_others():
     assert passes == [["cond_video", "isolated_video"], ["uncond_video"], ["perturbed_video"]]
     assert team.bytes_sent - sent == (2 + 3 + 3) * START.nbytes
     assert team.launches == 2 + 1
-    assert team.pass_ms == [
-        *((1 + n % 3, kind, 2.0) for n, kind in enumerate(PASSES)),
-        *((number, "guide", 2.0) for number in (1, 2, 3)),
-    ]
+    of_passes = [(1 + n % 3, kind, 2.0) for n, kind in enumerate(PASSES)]
+    assert team.pass_ms == of_passes + [(number, "guide", 2.0) for number in (1, 2, 3)]
 
 
 def test_groups_run_their_passes_at_the_same_time():
@@ -173,8 +170,11 @@ def test_a_group_that_fails_costs_time_and_not_the_clip(fault, count, capsys):
 
 @pytest.mark.parametrize("fault", [("run", "'main', 2"), ("hashes", ""), ("get", "latent")])
 def test_an_unguided_stage_runs_on_one_group_and_goes_on_on_another(fault):
+    """Which repeats what ran since the last upload, and not what ran before it."""
     first, second = groups = [Group(), Group()]
     team = started(groups)
+    team.run("dit", step=5)
+    team.put("dit", latent=START)
     for step in range(2):
         team.run("dit", step=step)
     assert [call[0] for call in second.calls].count("run") == 0
@@ -185,18 +185,8 @@ def test_an_unguided_stage_runs_on_one_group_and_goes_on_on_another(fault):
     assert first.closed and not second.closed
 
 
-def test_what_ran_before_an_upload_is_not_repeated_after_it():
-    groups = [Group(), Group()]
-    team = started(groups)
-    team.run("dit", step=0)
-    team.put("dit", latent=START)
-    groups[0].fails["run", "main"] = RankError(KILLED)
-    team.run("dit", step=1)
-    assert torch.equal(team.get("dit", "latent"), (START * 1.3 + 1).cos())
-
-
-def test_shared_work_of_a_lost_group_is_done_by_another():
-    groups = [Group(), Group()]
+def test_shared_work_of_a_lost_group_is_done_by_another_and_the_ranks_of_each_group_are_compared():
+    groups = [Group(), Group(), Group()]
     groups[1].fails["run", "main"] = RankError(KILLED)
     team = started(groups)
 
@@ -207,17 +197,22 @@ def test_shared_work_of_a_lost_group_is_done_by_another():
 
     made = team.share([partial(work, number) for number in range(5)])
     assert torch.equal(torch.cat(made), torch.cat([((START + n) * 1.3).cos() for n in range(5)]))
+    assert groups[1].closed and len(set(team.hashes("latent"))) == 1  # though the groups differ
+    groups[2].hashes = lambda *names: ["1", "2"]
+    assert len(set(team.hashes("latent"))) == 2
+    groups[2].hashes = lambda *names: ["1", "1"]
+    team.put("dit", latent=START)
+    assert len(set(team.hashes("latent"))) == 2  # the groups hold the same again, and differ
 
 
 def test_the_loss_of_all_groups_is_the_error_of_the_last():
     groups = [Group({("run", "uncond_video"): RankError(f"rank {n} failed")}) for n in range(3)]
     team = started(groups)
-    with pytest.raises(RankError, match="rank 2 failed"):
-        team.run("dit", "guided", step=0)
-    assert all(group.closed for group in groups)
-    for again in (team.check, lambda: team.get("dit", "latent"), team.unload):
+    calls = (partial(team.run, "dit", "guided", step=0), team.check, partial(team.get, "dit", "latent"), team.unload)
+    for call in calls:
         with pytest.raises(RankError, match="rank 2 failed"):
-            again()
+            call()
+    assert all(group.closed for group in groups)
     team.close()
 
 
@@ -229,30 +224,14 @@ def test_an_error_that_all_groups_have_in_common_drops_none(error):
     assert not team.lost
 
 
+# --- what is refused ------------------------------------------------------------------------------
+
+
 def test_a_group_that_cannot_start_ends_those_that_have():
     group = Group()
-
-    def fail():
-        raise RankError("rank 0 of 2 could not be started")
-
-    with pytest.raises(RankError, match="could not be started"):
-        GuidanceGroups([lambda: group, fail])
+    with pytest.raises(ZeroDivisionError):
+        GuidanceGroups([lambda: group, lambda: 1 // 0])
     assert group.closed
-
-
-def test_after_shared_work_the_ranks_of_each_group_are_compared_with_each_other():
-    groups = [Group(), Group()]
-    team = started(groups)
-    team.share([partial(lambda number, group: group.put("dit", latent=START * number), n) for n in range(2)])
-    assert len(set(team.hashes("latent"))) == 1  # though the groups differ
-    groups[1].hashes = lambda *names: ["1", "2"]
-    assert len(set(team.hashes("latent"))) == 2
-    groups[1].hashes = lambda *names: ["1", "1"]
-    team.put("dit", latent=START)
-    assert len(set(team.hashes("latent"))) == 2  # the groups hold the same again, and differ
-
-
-# --- what is refused ------------------------------------------------------------------------------
 
 
 def job(*counts: int) -> SimpleNamespace:
@@ -273,7 +252,6 @@ def test_more_groups_than_any_job_has_passes_or_tiles_are_refused_with_the_numbe
 def test_every_group_has_ranks_of_its_own_which_nxd_cannot_give_it(monkeypatch):
     with pytest.raises(UserError, match="backend=nxd .*Type --profile-set backend=torchdist"):
         resolve("trn2.48xlarge", ["guidance_parallel=4", "backend=nxd"])
-    resolve("trn2.48xlarge", ["guidance_parallel=4", "backend=torchdist"])
     made = []
     monkeypatch.setattr(host, "TorchDistRanks", lambda *arguments: made.append(arguments) or Group())
     team = registry.ranks(resolve("cpu", ["guidance_parallel=3"]), 2, None)

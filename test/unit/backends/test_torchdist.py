@@ -12,9 +12,10 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
-from helpers import allowed, randn, rel, save_weights, shared_memories, wait_for
+from helpers import exit_code, forked, randn, rel, save_weights, shared_memories, wait_for, within
 from safetensors.torch import load_file
 from toy import EQUAL, SOON, TP, WIDTH, alive, assert_all_end, make_toy, pids_of, ready, upload, wanted
 
@@ -23,13 +24,10 @@ from ltx_neuron.backends.torchdist import host
 from ltx_neuron.backends.torchdist.host import TorchDistRanks
 from ltx_neuron.backends.torchdist.protocol import SharedTensor
 from ltx_neuron.config.profiles import PROFILES, resolve
-from ltx_neuron.denoise import StageRun
-from ltx_neuron.errors import RunError, UserError
-from ltx_neuron.job import Stage
+from ltx_neuron.errors import UserError
 from ltx_neuron.weights.rankfiles import rank_file
 from ltx_neuron.weights.tensorfile import finite
 
-SOURCE = Path(host.__file__).parents[3]
 SHOWS = 0.1  # another step's number, other weights or a part too few
 COMMAND_BYTES = 1000  # of a step, over all ranks: a short line, never a tensor
 KILLS = 50  # memory that had a name stayed after two of five
@@ -79,45 +77,41 @@ def assert_right(ranks, toy, step: int, seed: int = 1, program: str = "toy") -> 
 
 def test_a_program_runs_on_uploads_and_a_split_tensor_is_whole_for_the_host(ranks, toy):
     assert_right(ranks, toy, 3)
-    assert_right(ranks, toy, 5)
     assert torch.equal(ranks.get("toy", "doubled"), 2 * toy.table)
     special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, 1e-42, 3.4e38, 1.0, -1.0]).repeat(1, 4, WIDTH // 8)
     for name in ("x", "table"):  # bit for bit
         ranks.put("toy", **{name: special})
         assert torch.equal(ranks.get("toy", name).view(torch.int32), special.view(torch.int32))
-    upload(ranks, toy)
-    parts = [part.contiguous().numpy().tobytes() for part in toy.table.chunk(TP, dim=2)]
-    assert ranks.hashes("table") == [hashlib.sha256(part).hexdigest() for part in parts]
-
-
-def test_hashes_are_over_the_bits_of_the_named_tensors_in_their_order(ranks, toy):
-    ranks.run("toy", step=1)
-    bits = toy.x.numpy().tobytes(), ranks.get("toy", "y").numpy().tobytes()
-    assert ranks.hashes("x", "y") == [hashlib.sha256(bits[0] + bits[1]).hexdigest()] * TP
-    assert ranks.hashes("y", "x") == [hashlib.sha256(bits[1] + bits[0]).hexdigest()] * TP
-    changed = toy.x.clone()
-    changed.view(torch.int32)[0, 0, 0] ^= 1  # one bit
-    ranks.put("toy", x=changed)
-    assert ranks.hashes("x", "y") != [hashlib.sha256(bits[0] + bits[1]).hexdigest()] * TP
-
-
-def test_a_tensor_of_another_shape_or_name_is_refused_before_anything_is_sent(ranks):
-    before, sent = ranks.hashes("x", "table"), ranks.bytes_sent
-    for name in ("x", "table"):
-        text = rf"toy\.{name}: got shape \(1, 4, {WIDTH // TP}\), wanted \(1, 4, {WIDTH}\)"
-        with pytest.raises(ValueError, match=text):
-            ranks.put("toy", **{name: torch.zeros(1, 4, WIDTH // TP)})  # what one rank has of the split one
-    with pytest.raises(KeyError, match="unknown"):
-        ranks.put("toy", unknown=torch.zeros(1))
-    assert ranks.bytes_sent == sent and ranks.hashes("x", "table") == before
-
-
-def test_a_run_costs_the_host_a_short_command_and_an_upload_its_bytes(ranks, toy):
+    # A short command for a run, and its bytes for an upload.
     sent, commands = ranks.bytes_sent, ranks.command_bytes
     ranks.run("toy", step=7)
     assert ranks.bytes_sent == sent and 0 < ranks.command_bytes - commands < COMMAND_BYTES
     ranks.put("toy", x=toy.x)
     assert ranks.bytes_sent - sent == toy.x.nbytes
+
+
+def test_hashes_are_over_the_bits_of_the_named_tensors_in_their_order(ranks, toy):
+    def digest(*tensors) -> str:
+        return hashlib.sha256(b"".join(tensor.contiguous().numpy().tobytes() for tensor in tensors)).hexdigest()
+
+    ranks.run("toy", step=1)
+    y = ranks.get("toy", "y")
+    assert ranks.hashes("x", "y") == [digest(toy.x, y)] * TP
+    assert ranks.hashes("y", "x") == [digest(y, toy.x)] * TP
+    assert ranks.hashes("table") == [digest(part) for part in toy.table.chunk(TP, dim=2)]
+    changed = toy.x.clone()
+    changed.view(torch.int32)[0, 0, 0] ^= 1  # one bit
+    ranks.put("toy", x=changed)
+    assert ranks.hashes("x") == [digest(changed)] * TP
+
+
+def test_a_tensor_of_another_shape_or_name_is_refused_before_anything_is_sent(ranks):
+    before, sent = ranks.hashes("x", "table"), ranks.bytes_sent
+    part = torch.zeros(1, 4, WIDTH // TP)  # what one rank has of the split one
+    for name, error in (("x", ValueError), ("table", ValueError), ("unknown", KeyError)):
+        with pytest.raises(error, match=name):
+            ranks.put("toy", **{name: part})
+    assert ranks.bytes_sent == sent and ranks.hashes("x", "table") == before
 
 
 def test_a_sequence_reads_and_leaves_tensors_under_other_names(ranks, toy):
@@ -150,24 +144,11 @@ def test_models_stay_loaded_beside_each_other_and_replaced_weights_find_their_ow
 
 def test_latents_that_are_not_finite_are_named(ranks, toy):
     ranks.define("toy", "latents", [("main", {}, {"y": "video_latent", "doubled": "audio_latent"})])
-    ranks.run("toy", "latents", step=1)
     ranks.put("toy", x=torch.full_like(toy.x, float("nan")))
     with pytest.raises(NotFiniteError, match="NaN or Inf in video_latent"):
         ranks.run("toy", "latents", step=1)
     ranks.put("toy", x=toy.x)
     ranks.run("toy", "latents", step=1)
-
-
-def test_a_step_whose_latents_are_not_finite_is_named():
-    def fail(*_, **__):
-        raise NotFiniteError(["audio_latent"])
-
-    run = object.__new__(StageRun)
-    run.ranks, run.bucket = SimpleNamespace(run=fail), SimpleNamespace(name="x")
-    run.stage = Stage("stage_2", 64, 64, (0.9, 0.5, 0.0))
-    run.sequence, run.dtype = ["main"] * 2, torch.bfloat16
-    with pytest.raises(RunError, match=r"NaN or Inf in audio_latent after step 2 of 2 of stage 2 \(sigma 0\.5 to 0\)"):
-        run.step(1)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -184,24 +165,21 @@ def test_one_element_that_is_not_finite_is_found_wherever_it_lies(dtype):
 # --- failures -------------------------------------------------------------------------------------
 
 
-def resident(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 def test_unloading_frees_weights_and_tensors_and_an_error_of_a_rank_reaches_the_host(tmp_path):
     width = 4096
     toy, weight_bytes = make_toy(tmp_path, width), 4 * width * width // TP
     with ready(toy) as ranks:
-        pids = pids_of(ranks)
+        processes = [psutil.Process(pid) for pid in pids_of(ranks)]
         ranks.run("toy", step=1)
-        loaded = [resident(pid) for pid in pids]
+        loaded = [process.memory_info().rss for process in processes]
         ranks.unload()
-        assert min(before - resident(pid) for before, pid in zip(loaded, pids, strict=True)) > 0.9 * weight_bytes
+        freed = [rss - process.memory_info().rss for rss, process in zip(loaded, processes, strict=True)]
+        assert min(freed) > 0.9 * weight_bytes
         ranks.load(toy.folders[1], toy.programs, torch.float32)
         with pytest.raises(RankError, match=r"(?s)^rank \d of 2 failed: Traceback.*KeyError: 'x'") as error:
             ranks.hashes("x")  # was uploaded before
         assert not isinstance(error.value, UserError)
-        assert_all_end(pids)
+        assert_all_end([process.pid for process in processes])
 
 
 def test_an_error_of_one_rank_is_told_by_its_number_and_ends_all(own, toy, tmp_path):
@@ -220,18 +198,15 @@ def test_a_rank_killed_in_a_run_is_named_and_leaves_no_process(own):
     os.kill(pids[1], signal.SIGSTOP)  # so that the run lasts: rank 0 waits in the all-reduce
     killer = threading.Timer(0.5, os.kill, (pids[1], signal.SIGKILL))
     killer.start()
-    began = time.monotonic()
-    with pytest.raises(RankError, match=r"rank 1 of 2 failed: the process was killed \(SIGKILL\).* memory ran out"):
+    killed = r"rank 1 of 2 failed: the process was killed \(SIGKILL\).* memory ran out"
+    with within(SOON), pytest.raises(RankError, match=killed):
         own.run("toy", step=1)
-    assert 0.3 < time.monotonic() - began < allowed(SOON)
     killer.join()
 
 
 def test_a_rank_whose_weights_are_cut_short_under_it_is_named_and_its_end_explained(toy, tmp_path):
     weights = Path(shutil.copytree(toy.folders[1], tmp_path / "weights"))
-    with TorchDistRanks(PROFILES["cpu"], TP) as ranks:
-        ranks.load(weights, toy.programs, torch.float32)
-        upload(ranks, toy)
+    with ready(SimpleNamespace(**vars(toy) | {"folders": {1: weights}})) as ranks:
         os.truncate(weights / rank_file(1), 0)
         with pytest.raises(RankError, match=r"rank 1 of 2 failed: .* killed \(SIGBUS\): its weight file was cut short"):
             ranks.run("toy", step=1)
@@ -241,22 +216,16 @@ def test_a_rank_whose_weights_are_cut_short_under_it_is_named_and_its_end_explai
 def test_a_stopped_rank_is_named_when_others_have_waited_for_it_too_long(toy, monkeypatch, waiting, rank):
     """The others raise in their collective, and all but the stopped rank have then answered."""
     monkeypatch.setattr(host, "_PEERS_SECONDS", 1.0)
-    before = shared_memories()
-    with TorchDistRanks(resolve("cpu", ("first_run_seconds=3",)), TP) as ranks:
+    with ready(toy, resolve("cpu", ("first_run_seconds=3",))) as ranks:
         pids = pids_of(ranks)
-        ranks.load(toy.folders[1], toy.programs, torch.float32)
-        upload(ranks, toy)
         os.kill(pids[rank], signal.SIGSTOP)
         began = time.monotonic()
-        with pytest.raises(RankError) as error:
+        with within(SOON), pytest.raises(RankError) as error:
             ranks.run("toy", step=1) if waiting == "in a collective" else ranks.hashes("x")
-        assert 2.9 < time.monotonic() - began < allowed(SOON)
+        assert time.monotonic() - began > 2.9
         assert_all_end(pids)
-    assert str(error.value) == (
-        f"rank {rank} of 2 failed: it is stopped (SIGSTOP) or hangs: it did not answer while others"
-        " waited for it for 3 s (first_run_seconds)"
-    )
-    assert not Path(ranks._folder).exists() and shared_memories() <= before
+    stopped = f"rank {rank} of 2 failed: it is stopped (SIGSTOP) or hangs: it did not answer while others"
+    assert str(error.value) == f"{stopped} waited for it for 3 s (first_run_seconds)"
 
 
 def test_a_rank_that_is_killed_while_idle_is_found_by_a_check(own):
@@ -268,18 +237,16 @@ def test_a_rank_that_is_killed_while_idle_is_found_by_a_check(own):
         wait_for(lambda: own.check() or False, SOON)
 
 
-def test_a_rank_that_cannot_be_started_is_told_in_a_sentence(monkeypatch):
+def test_a_rank_that_cannot_be_started_or_has_no_device_is_told_by_its_number(monkeypatch):
+    with pytest.raises(RankError, match=r"rank 0 of 1 failed"):
+        TorchDistRanks(resolve("cuda"), 1)
+
     def refuse(*_):
         raise ConnectionRefusedError(111, "Connection refused")
 
     monkeypatch.setattr("multiprocessing.forkserver.connect_to_new_process", refuse)
     with pytest.raises(RankError, match="rank 0 of 2 could not be started: (?s:.*)killed the process"):
         TorchDistRanks(PROFILES["cpu"], TP)
-
-
-def test_a_rank_without_its_device_is_told_by_its_number():
-    with pytest.raises(RankError, match=r"rank 0 of 1 failed"), TorchDistRanks(resolve("cuda"), 1):
-        pass
 
 
 def test_an_interface_that_is_not_there_does_not_matter(monkeypatch, toy):
@@ -304,9 +271,8 @@ if __name__ == "__main__":
 
 def test_ranks_of_a_killed_host_end_and_leave_no_file_and_no_shared_memory(tmp_path):
     (tmp_path / "host.py").write_text(HOST)
-    before, environment = shared_memories(), os.environ | {"PYTHONPATH": str(SOURCE)}
-    command, pipe = [sys.executable, tmp_path / "host.py"], subprocess.PIPE
-    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
+    before, pipe = shared_memories(), subprocess.PIPE
+    process = subprocess.Popen([sys.executable, tmp_path / "host.py"], stdin=pipe, stdout=pipe, text=True)
     store, *pids = process.stdout.readline().split()
     pids = [int(pid) for pid in pids]
     assert alive(pids) == pids and Path(store).exists()
@@ -318,11 +284,7 @@ def test_ranks_of_a_killed_host_end_and_leave_no_file_and_no_shared_memory(tmp_p
 
 def test_a_forked_process_removes_nothing_of_its_parents_ranks(started):
     """Its exit runs what the parent has registered for its own."""
-    child = os.fork()
-    if child == 0:
-        started._remove_folder()
-        os._exit(0)
-    os.waitpid(child, 0)
+    assert exit_code(forked(started._remove_folder)) == 0
     assert Path(started._folder).is_dir()
 
 

@@ -1,12 +1,10 @@
-"""TorchNeuron compiles a collective over every group of ranks, and one graph for all of them.
-
-Its compiler is a stand-in (test/torchneuron). test/slow has the same with processes of ranks.
-"""
+"""TorchNeuron compiles a collective over every group of ranks, and one graph for all of them; its compiler is a
+stand-in (test/torchneuron)."""
 
 from collections import Counter
 
 import pytest
-from neuron_groups import LAYOUTS, STAND_IN, lowered_by_ranks, on_cpu
+from neuron_groups import LAYOUTS, STAND_IN, lowered_by_ranks
 
 from ltx_neuron.backends import mesh
 
@@ -19,12 +17,7 @@ pytestmark = pytest.mark.timeout(300)
 def by_ranks(monkeypatch, tmp_path):
     """by_ranks(layout, knows): each rank's graphs, for a release that knows these groups."""
     monkeypatch.syspath_prepend(str(STAND_IN))
-
-    def lowered(layout: str, knows: str) -> list[dict[str, str]]:
-        profile = on_cpu(LAYOUTS[layout], knows, tmp_path / "texts")
-        return lowered_by_ranks(profile, TP, tmp_path)
-
-    return lowered
+    return lambda layout, knows: lowered_by_ranks(LAYOUTS[layout], knows, TP, tmp_path)
 
 
 KNOWN = [(layout, "table") for layout in LAYOUTS] + [("cp4", "meshes"), ("cp4", "table, unasked")]
