@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from blake3 import blake3
-from helpers import exit_code, forked, one_thread, save_weights  # noqa: F401
-from safetensors.torch import load_file, save_file
+from helpers import exit_code, forked, one_thread, rewrite, save_weights  # noqa: F401
 from xxhash import xxh3_128
 
 from ltx_neuron.artifacts import build
@@ -22,21 +21,11 @@ from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.config.profiles import resolve
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST, read_json, write_checked
-from ltx_neuron.weights import sharder
+from ltx_neuron.weights import rankfiles, sharder
 from ltx_neuron.weights.checkpoint import Checkpoint, Source
-from ltx_neuron.weights.rankfiles import (
-    HOST_FILE,
-    SHARED_FILE,
-    file_entries,
-    file_names,
-    is_finished,
-    load_rank_file,
-    rank_file,
-    rank_path,
-    verify,
-)
+from ltx_neuron.weights.rankfiles import HOST_FILE, SHARED_FILE, file_names, is_finished, rank_file, rank_path, verify
 from ltx_neuron.weights.sharder import check_specs, compare, shard_specs, shard_weights
-from ltx_neuron.weights.sharding import HOST, SHARDED_MODELS
+from ltx_neuron.weights.sharding import SHARDED_MODELS
 from ltx_neuron.weights.tensorfile import TensorFile
 
 TP = 4
@@ -67,11 +56,6 @@ def whole(source, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def copy(whole, tmp_path) -> Path:
-    return Path(shutil.copytree(whole, tmp_path / "weights"))
-
-
-@pytest.fixture
 def small_pieces(monkeypatch):
     """Pieces smaller than most tensors."""
     monkeypatch.setattr(sharder, "_PIECE_BYTES", 500)
@@ -81,10 +65,7 @@ def small_pieces(monkeypatch):
 def interrupted(monkeypatch):
     """interrupted(name, action): runs call action() when they come to a tensor; interrupted() ends that."""
 
-    def stop() -> None:
-        raise KeyboardInterrupt
-
-    def patch(name: str = "", action=stop) -> None:
+    def patch(name: str = "", action=None) -> None:
         def pieces(self, tensor, bounds):
             if tensor == name:
                 action()
@@ -93,6 +74,10 @@ def interrupted(monkeypatch):
         monkeypatch.setattr(Source, "pieces", pieces)
 
     return patch
+
+
+def stop() -> None:
+    raise KeyboardInterrupt
 
 
 def test_a_set_is_the_same_bytes_in_one_pass_over_bounded_pieces(source, whole, tmp_path, small_pieces, monkeypatch):
@@ -118,17 +103,14 @@ def test_a_set_is_the_same_bytes_in_one_pass_over_bounded_pieces(source, whole, 
     assert max(sizes) <= max(500, row) < source.nbytes("transformer_blocks.0.attn1.to_q.weight")
 
 
-def test_tensors_are_cast_and_aligned_in_an_order_that_never_changes(source, tmp_path):
+def test_a_file_is_cast_and_aligned_and_the_manifest_accounts_for_every_tensor_of_the_source(source, tiny, tmp_path):
     write(source, tmp_path / "weights", torch.bfloat16, tp=2)
     stored = TensorFile(tmp_path / "weights" / rank_file(0), "")
     assert torch.equal(stored.read(LATE), source.tensor(LATE).bfloat16()) and {*stored.dtypes.values()} == {"BF16"}
     assert (8 + len(stored.header)) % 64 == 0
     # Small ones, which begin anywhere, are last.
     assert list(stored.shapes) == sorted(stored.shapes, key=lambda name: (prod(stored.shapes[name]) % 64 != 0, name))
-
-
-def test_the_manifest_accounts_for_every_tensor_of_the_source(source, whole, tiny):
-    described, file = read_json(whole / MANIFEST)["source"], TensorFile(tiny.checkpoint, "")
+    described, file = read_json(tmp_path / "weights" / MANIFEST)["source"], TensorFile(tiny.checkpoint, "")
     assert described["tensors_xxh3_128"].keys() == set(source.names)
     assert len(described["tensors_xxh3_128"]) + sum(described["elsewhere"].values()) == len(file.shapes)
     digest = xxh3_128(source.tensor(MIDDLE).view(torch.uint8).numpy()).hexdigest()
@@ -139,17 +121,16 @@ def test_the_manifest_accounts_for_every_tensor_of_the_source(source, whole, tin
 
 def test_tensors_that_do_not_fit_the_model_are_listed_and_nothing_is_written(source, tiny, tmp_path):
     specs = shard_specs(source, TP, {})
-    graphs = {spec.name: spec.stored for spec in specs if spec.split != HOST}
-    host = {spec.name: spec.stored for spec in specs if spec.split == HOST}
-    check_specs(specs, graphs, host)
+    graphs = {spec.name: spec.stored for spec in specs}
+    check_specs(specs, graphs, {})
     del graphs["proj_out.weight"]
     with pytest.raises(UserError) as error:
-        check_specs(specs, graphs | {"proj_out.bias": (3,)}, host | {"new.weight": (1,)})
+        check_specs(specs, graphs | {"proj_out.bias": (3,)}, {"new.weight": (1,)})
     problems = "missing: new.weight", "proj_out.bias: (128,), wanted (3,)", "unexpected: proj_out.weight"
     assert tuple(line.strip() for line in str(error.value).splitlines()[1:]) == problems
-    tensors, path = load_file(tiny.checkpoint), tmp_path / "lacking.safetensors"
-    del tensors[f"model.diffusion_model.{MIDDLE}"]
-    save_file(tensors, path, TensorFile(tiny.checkpoint, "").metadata)
+    path = rewrite(
+        tiny.checkpoint, tmp_path / "lacking", lambda tensors: tensors.pop(f"model.diffusion_model.{MIDDLE}")
+    )
     workspace = Workspace(path, resolve("cpu"), tmp_path / "artifacts", TP, "float32")
     with pytest.raises(UserError, match=f"missing: {MIDDLE}"):
         build.make(workspace, workspace.weight_sets("dit"))
@@ -163,17 +144,15 @@ def test_weights_that_all_ranks_have_are_one_file_and_sets_of_equal_files_are_st
     assert content(folder).keys() == {SHARED_FILE, HOST_FILE, MANIFEST}
     assert {rank_path(folder, rank) for rank in range(TP)} == {folder / SHARED_FILE}
     shapes = {name: source.shape(name) for name in source.names}
-    loaded = load_rank_file(rank_path(folder, TP - 1), shapes, torch.float32)
+    loaded = rankfiles.load_rank_file(rank_path(folder, TP - 1), shapes, torch.float32)
     assert all(torch.equal(loaded[name], source.tensor(name).float()) for name in shapes)
     # As an earlier version wrote it: a file a rank.
     save_weights(old, *[loaded] * TP)
-    write_checked(old, read_json(folder / MANIFEST) | {"files": file_entries(old)})
-    assert [*file_entries(old)] == file_names(TP)
+    write_checked(old, read_json(folder / MANIFEST) | {"files": rankfiles.file_entries(old)})
+    assert [*rankfiles.file_entries(old)] == file_names(TP)
     assert write(source, old, model="vae") is False
     assert rank_path(old, 2) == old / rank_file(2)
-    damaged = bytearray((folder / SHARED_FILE).read_bytes())
-    damaged[-1] ^= 1
-    (folder / SHARED_FILE).write_bytes(damaged)
+    (folder / SHARED_FILE).write_bytes((folder / SHARED_FILE).read_bytes()[:-1] + b"x")
     assert verify(folder) == [f"{SHARED_FILE}: content differs from its blake3"]
     (problem,) = compare(source, folder, torch.float32, specs)
     assert re.fullmatch(f"{SHARED_FILE}: .* differs from the source", problem)
@@ -182,7 +161,8 @@ def test_weights_that_all_ranks_have_are_one_file_and_sets_of_equal_files_are_st
 # --- runs that end early --------------------------------------------------------------------------
 
 
-def test_a_finished_set_is_left_alone_and_one_with_a_lost_file_is_written_again(source, copy, whole):
+def test_a_finished_set_is_left_alone_and_one_with_a_lost_file_is_written_again(source, whole, tmp_path):
+    copy = shutil.copytree(whole, tmp_path / "weights")
     before = {path: path.stat().st_mtime_ns for path in copy.iterdir()}
     assert write(source, copy) is False
     assert {path: path.stat().st_mtime_ns for path in copy.iterdir()} == before
@@ -203,35 +183,23 @@ def test_a_tensor_with_fewer_bytes_than_the_header_says_ends_the_run(source, tmp
 
 
 def test_a_stopped_run_leaves_no_folder_and_no_earlier_set_that_counts_as_finished(
-    source, whole, copy, tmp_path, interrupted
+    source, whole, tmp_path, interrupted
 ):
-    new = tmp_path / "new"
-    interrupted(LATE)
-    with pytest.raises(KeyboardInterrupt):
-        write(source, new)
-    assert not new.exists()
-    with pytest.raises(KeyboardInterrupt):
-        write(source, copy, changed=True)
-    assert not is_finished(copy, IDENTITY) and not [*copy.iterdir()]
-    interrupted()
-    write(source, copy)
-    assert content(copy) == content(whole)
+    new, copy = tmp_path / "new", shutil.copytree(whole, tmp_path / "weights")
+    interrupted(LATE, stop)
+    for folder in (new, copy):
+        with pytest.raises(KeyboardInterrupt):
+            write(source, folder, changed=True)
+    assert not new.exists() and not is_finished(copy, IDENTITY) and not [*copy.iterdir()]
 
 
-@pytest.mark.parametrize("moment", ["first tensor", "late tensor", "manifest"])
 def test_after_a_kill_the_next_run_writes_the_same_bytes_and_removes_what_was_left(
-    source, whole, tmp_path, small_pieces, interrupted, monkeypatch, moment
+    source, whole, tmp_path, interrupted
 ):
     folder = tmp_path / "weights"
 
     def killed() -> None:
-        def kill(*_) -> None:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        if moment == "manifest":
-            monkeypatch.setattr(sharder, "write_checked", kill)
-        else:
-            interrupted(LATE if moment == "late tensor" else shard_specs(source, TP, {})[0].name, kill)
+        interrupted(LATE, lambda: os.kill(os.getpid(), signal.SIGKILL))
         write(source, folder)
 
     assert exit_code(forked(killed)) == -signal.SIGKILL
@@ -251,7 +219,7 @@ def test_a_second_run_waits_for_the_first_and_writes_the_set_if_that_failed(
         second.append(pool.submit(write, source, folder))
         assert not wait(second, timeout=0.3).done
         if fails:
-            raise KeyboardInterrupt
+            stop()
 
     with ThreadPoolExecutor(1) as pool:
         interrupted(MIDDLE, meanwhile)
@@ -267,7 +235,7 @@ def test_a_second_run_waits_for_the_first_and_writes_the_set_if_that_failed(
 
 
 def test_a_disk_without_room_is_refused_before_the_first_byte(source, whole, tmp_path, monkeypatch):
-    total = sum(entry["bytes"] for entry in file_entries(whole).values())
+    total = sum(entry["bytes"] for entry in rankfiles.file_entries(whole).values())
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=total - 1))
     with pytest.raises(UserError, match=r"(?s)need [\d.]+ kB more in .* [\d.]+ kB free.*choose another place with"):
@@ -281,12 +249,12 @@ def test_a_disk_without_room_is_refused_before_the_first_byte(source, whole, tmp
 def test_rank_files_reserve_their_room_and_a_disk_that_fills_up_leaves_nothing(
     source, whole, small_disk, small_pieces, interrupted, monkeypatch, reserves
 ):
-    folder = small_disk / "weights"
+    folder, other = small_disk / "weights", small_disk / "other"
 
     def fill() -> None:
         """Somebody else takes the room, but for the manifest's where the rank files have theirs."""
         free = shutil.disk_usage(small_disk).free
-        (small_disk / "other").write_bytes(bytes(free - free % 4096 - (128 * 1024 if reserves else 4096)))
+        other.write_bytes(bytes(free - free % 4096 - (128 * 1024 if reserves else 4096)))
 
     def unsupported(*_) -> None:
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
@@ -298,6 +266,6 @@ def test_rank_files_reserve_their_room_and_a_disk_that_fills_up_leaves_nothing(
             write(source, folder)
         assert not folder.exists()
         interrupted()
-        (small_disk / "other").unlink()
+        other.unlink()
     write(source, folder)
     assert content(folder) == content(whole)
