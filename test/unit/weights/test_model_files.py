@@ -38,7 +38,6 @@ from ltx_neuron.weights.tensorfile import TensorFile
 
 RELEASED = RELEASE_FILES["Lightricks/LTX-2.5"]
 PROMPT = "a golden retriever puppy runs across a sunny green meadow"
-JOB = make_job("rain", Size(64, 64, 9))
 
 
 def refused(call) -> str:
@@ -86,15 +85,14 @@ def test_the_folder_of_a_download_has_the_transformer_of_each_recipe_and_all_oth
     assert typed.describe_decoder() == f"diffusion, from {split.diffusion_vae}"
 
 
-def test_a_single_transformer_is_that_of_any_recipe_and_a_folder_without_one_is_refused(split, tmp_path):
+def test_a_single_transformer_is_that_of_any_recipe_and_of_two_one_must_be_named(split, tmp_path):
     folder = tmp_path / "diffusion_models"
-    folder.mkdir(parents=True)
+    folder.mkdir()
     shutil.copy(split.dev, folder / "model.safetensors")
     assert located(tmp_path, "distilled") == folder / "model.safetensors"
     shutil.copy(split.dev, folder / "other.safetensors")
     message = refused(lambda: located(tmp_path, "distilled"))
     assert "2 files for --checkpoint-path" in message and "other.safetensors" in message
-    assert "is a folder" in refused(lambda: located(split.video_vae.parent, "distilled"))
 
 
 def test_the_parts_have_the_config_and_the_tensors_of_a_whole_checkpoint(split, tiny):
@@ -112,50 +110,31 @@ def test_the_parts_have_the_config_and_the_tensors_of_a_whole_checkpoint(split, 
             assert build.weight_bytes(opened, need) > 0  # UserError unless the tensors are the model's
 
 
-# --- mixtures -------------------------------------------------------------------------------------
+# --- mixtures; more of them, with what to type: unit/project/test_download_commands.py -----------
 
 
-def test_a_text_encoder_of_another_release_is_refused(split, tiny, tmp_path):
-    message = refused(lambda: workspace(tiny.checkpoint, split.text_encoder).gemma)
-    assert "text encoder of a later release" in message and "gemma-3-12b" in message
-    message = refused(lambda: workspace(split.distilled, tiny.gemma_root).gemma)
-    assert "LTX-2.5 has its text encoder in one file" in message and "text_encoders/" in message
+def test_parts_of_another_release_are_refused_by_metadata(split, tiny, tmp_path):
     source = json.dumps({"ltx_version": "2.5.0", "gemma_version": "other"})
     path = changed(split.distilled, tmp_path / "other.safetensors", gemma_source_checkpoint=source)
     message = refused(lambda: workspace(path, split.text_encoder).gemma)
     assert "gemma4-12b-ltx-v1" in message and "trained with other" in message
-    assert "got the video VAE" in refused(lambda: workspace(split.dev, split.video_vae).gemma)
     folder = shutil.copytree(tiny.gemma_root, tmp_path / "gemma")
     (folder / "config.json").write_text(json.dumps(TextEncoderFile(split.text_encoder, "").gemma_config))
     assert "another Gemma than that of LTX-2.3" in refused(lambda: workspace(tiny.checkpoint, folder).gemma)
-
-
-def test_parts_of_another_kind_or_release_are_refused_by_metadata_or_name(split, tiny, tmp_path):
-    def vae(path: Path) -> str:
-        return refused(lambda: workspace(split.distilled, video_vae_path=path).video_decoder)
-
-    assert "wanted the video VAE of LTX-2.5, got the audio VAE" in vae(split.audio_vae)
     older = changed(split.video_vae, tmp_path / "older.safetensors", model_version="2.3.0")
-    assert "is of LTX 2.3.0, but the checkpoint is of LTX-2.5" in vae(older)
-    message = refused(lambda: workspace(tiny.checkpoint, video_vae_path=split.video_vae))
-    assert "has its own video VAE; leave --video-vae-path out" in message
-    named = shutil.copy(tiny.spatial_upsampler, tmp_path / "ltx-2.3-spatial-upscaler-x2-1.0.safetensors")
-    release = workspace(split.distilled).checkpoint.release
-    message = refused(lambda: upsampler_spec("spatial", named, torch.float32, release))
-    assert "is of LTX 2.3 by its name" in message and "rename it" in message
-    upsampler_spec("spatial", tiny.spatial_upsampler, torch.float32, release)
+    message = refused(lambda: workspace(split.distilled, video_vae_path=older).video_decoder)
+    assert "is of LTX 2.3.0, but the checkpoint is of LTX-2.5" in message
+    # An upsampler's name alone tells its release; this one has another name.
+    upsampler_spec("spatial", tiny.spatial_upsampler, torch.float32, workspace(split.distilled).checkpoint.release)
 
 
 def test_a_lora_of_another_release_is_merged_with_a_note_if_its_layers_fit(split, tmp_path):
-    lora = changed(split.lora, tmp_path / "lora.safetensors", model_version="2.3.0")
-    named = tmp_path / "ltx-2.3-22b-distilled-lora-384.safetensors"
+    lora, named = tmp_path / "lora.safetensors", tmp_path / "ltx-2.3-22b-distilled-lora-384.safetensors"
+    changed(split.lora, lora, model_version="2.3.0")
     save_file(load_file(split.lora), named)
     for path in (lora, named):
         (note,) = workspace(split.dev).source("dit", (Lora(path),)).notes
         assert note.startswith(f"--lora {path} is of LTX-2.3, the model of LTX-2.5: it is merged, as all its layers")
-    save_file({name: torch.zeros(4, 4).bfloat16() for name in load_file(lora)}, lora, {"model_version": "2.3.0"})
-    message = refused(lambda: workspace(split.dev).source("dit", (Lora(lora),)))
-    assert message.startswith(f"--lora {lora} is of LTX 2.3.0, but the checkpoint is of")
 
 
 def test_a_missing_part_names_its_flag_and_the_folder(split, tmp_path):
@@ -167,28 +146,17 @@ def test_a_missing_part_names_its_flag_and_the_folder(split, tmp_path):
 
 
 def test_what_a_release_cannot_do_is_refused_for_its_model_alone(split, tiny):
-    keyframes = make_job("rain", JOB.size, num_generated_keyframes=2)
+    keyframes = make_job("rain", Size(64, 64, 9), num_generated_keyframes=2)
     with pytest.raises(FieldError, match="the model of .* LTX 2.3.0, generates no keyframes"):
         workspace(tiny.checkpoint).resolved(keyframes)
     opened = workspace(split.distilled)
-    opened.resolved(keyframes)
-
-    def check(compat: str) -> None:
-        preflight = Engine(opened, Recorder(), RunOptions(compat=compat)).preflight
-        preflight.check_inputs([opened.resolved(JOB)])
-
-    check("ltx-pipelines-1.2.0")
+    job = opened.resolved(keyframes)
     for compat in ("ltx-core-1.0.0", "ltx-core-1.0.0-conditioning"):
         with pytest.raises(FieldError, match=f"--compat {compat}: that release does not run LTX-2.5"):
-            check(compat)
+            Engine(opened, Recorder(), RunOptions(compat=compat)).preflight.check_inputs([job])
 
 
 # --- the text encoder -----------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def tokenizer(split):
-    return embedded_tokenizer(TextEncoderFile(split.text_encoder, ""))
 
 
 def test_released_configs_have_their_digests_and_other_settings_are_refused_by_name():
@@ -210,18 +178,17 @@ def test_released_configs_have_their_digests_and_other_settings_are_refused_by_n
     assert sizes == (16, TinySizes().gemma_kv_heads, False)
 
 
-def test_a_prompt_begins_with_one_bos_has_no_eos_and_is_cut_at_its_end(tokenizer, tiny):
+def test_a_prompt_begins_with_one_bos_has_no_eos_and_is_cut_at_its_end(split, tiny):
     """Gemma 3's tokenizer adds BOS itself, Gemma 4's does not."""
-    theirs = load_tokenizer(tiny.gemma_root)
-    assert tokenizer(PROMPT).input_ids[0] != tokenizer.bos_token_id
-    assert theirs(PROMPT).input_ids[0] == theirs.bos_token_id
-    for one in (tokenizer, theirs):
+    ours, theirs = embedded_tokenizer(TextEncoderFile(split.text_encoder, "")), load_tokenizer(tiny.gemma_root)
+    assert ours(PROMPT).input_ids[0] != ours.bos_token_id and theirs(PROMPT).input_ids[0] == theirs.bos_token_id
+    for one in (ours, theirs):
         ids = tokenize(one, f"  {PROMPT}\n")
         assert ids == tokenize(one, PROMPT) and one.decode(ids[1:]) == PROMPT
         assert ids[0] == one.bos_token_id and one.bos_token_id not in ids[1:] and one.eos_token_id not in ids
-    assert tokenize(tokenizer, f"<bos>{PROMPT}") == tokenize(tokenizer, PROMPT)
-    ids = tokenize(tokenizer, f"{PROMPT} . " * 200)
-    assert len(ids) == TEXT_TOKENS and ids[0] == tokenizer.bos_token_id
+    assert tokenize(ours, f"<bos>{PROMPT}") == tokenize(ours, PROMPT)
+    ids = tokenize(ours, f"{PROMPT} . " * 200)
+    assert len(ids) == TEXT_TOKENS and ids[0] == ours.bos_token_id
 
 
 @pytest.mark.parametrize("name", ["tokenizer_json", "hf_asset__tokenizer_config.json"])
