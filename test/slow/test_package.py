@@ -26,12 +26,19 @@ SMALL = "--height 64 --width 64 --num-frames 9 --tp-degree 1 --profile cpu --art
 SMALL += " --profile-set text_buckets=1024"
 
 
+def run(words: list, folder: Path | None = None) -> subprocess.CompletedProcess:
+    """A command in a folder, where nothing leads to this checkout."""
+    own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    options = dict(capture_output=True, text=True, cwd=folder, env=own, timeout=SCRIPT_SECONDS)
+    return subprocess.run([*map(str, words)], **options)
+
+
 @pytest.fixture(scope="module")
 def tracked() -> set[str]:
     if not (ROOT / ".git").exists():
         pytest.skip("which files belong to the project: git says so, in a clone")
-    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, check=True)
-    return {name for name in listed.stdout.decode().splitlines() if (ROOT / name).is_file()}
+    listed = run(["git", "ls-files", "-co", "--exclude-standard"], ROOT).stdout
+    return {name for name in listed.splitlines() if (ROOT / name).is_file()}
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +48,7 @@ def built(tracked, tmp_path_factory) -> Path:
     for name in tracked:
         (clone / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, clone / name)
-    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", built, clone]
-    subprocess.run(build, check=True, capture_output=True)
+    succeeded(run([sys.executable, "-m", "build", "--no-isolation", "--outdir", built, clone]))
     return built
 
 
@@ -73,13 +79,6 @@ def test_the_wheel_is_the_package_without_the_demos_files_and_an_index_takes_its
     assert (metadata.license_expression, str(metadata.version)) == ("Apache-2.0", ltx_neuron.__version__)
     assert metadata.description_content_type == "text/markdown"
     assert metadata.description.strip() == (ROOT / "README.md").read_text().strip()
-
-
-def run(words: list, folder: Path | None = None) -> subprocess.CompletedProcess:
-    """A command in a folder, where nothing leads to this checkout."""
-    own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    options = dict(capture_output=True, text=True, cwd=folder, env=own, timeout=SCRIPT_SECONDS)
-    return subprocess.run([*map(str, words)], **options)
 
 
 @pytest.fixture(scope="module")

@@ -312,7 +312,7 @@ def test_a_lora_on_the_connectors_is_merged_into_the_text_side_alone(tiny, tmp_p
 
 
 def test_prompts_are_encoded_by_the_connectors_of_their_jobs_lora(tiny, tmp_path, connector_lora):
-    """Whether that is the merged model's context: integration/test_weight_sets.py, on the ranks."""
+    """Whether that is the merged model's context: slow/test_weight_sets.py, on the ranks."""
 
     def encoded(*jobs: Job, cache: bool) -> list[torch.Tensor]:
         with Engine(opened(tiny, tmp_path), Recorder(), RunOptions(cache_prompts=cache)) as engine:
