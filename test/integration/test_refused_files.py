@@ -223,6 +223,7 @@ COMPILE_DIT: --artifacts-dir '{bad}/a file/x' -> --artifacts-dir DIR
 --gemma-root {bad}/other-heads -> q_proj | wanted | GEMMA
 SHARD_GEMMA: --gemma-root {bad}/odd-heads --tp-degree 2 -> num_key_value_heads=3 | one of 1
 --gemma-root {bad}/odd-heads --tp-degree 2 --neuron-gemma -> num_key_value_heads=3
+COMPILE_GEMMA: --gemma-root {bad}/absent -> not a folder | GEMMA
 # upsamplers
 --two-stage -> --two-stage | --spatial-upsampler-path | SPATIAL
 --two-stage --spatial-upsampler-path {bad}/empty-upsampler.safetensors -> LatentUpsampler | none of its | SPATIAL

@@ -5,18 +5,10 @@ import os
 import shutil
 from pathlib import Path
 
+import helpers
 import pytest
 import torch
-from helpers import (
-    STREAMS,
-    block_summands,
-    fp32_bound,
-    locked,
-    one_thread,  # noqa: F401
-    randn,
-    rel,
-    said_to_an_ordinary_user,
-)
+from helpers import STREAMS, locked, one_thread, randn, rel, said_to_an_ordinary_user  # noqa: F401
 from safetensors.torch import save_file
 from torch import nn
 
@@ -31,7 +23,7 @@ from ltx_neuron.weights.sharding import SHARDED_MODELS
 from ltx_neuron.weights.tensorfile import TensorFile
 
 # Four layers of a width of 32 and at most 256 tokens: the sums of an attention have more, masked, summands
-ALONE = fp32_bound(*block_summands(32, 256, attentions=1) * 4)
+ALONE = helpers.fp32_bound(*helpers.block_summands(32, 256, attentions=1) * 4)
 SHOWS = 0.01  # what another position, or seeing the other prompt, changes at least
 PUPPY = "a golden retriever puppy runs across a sunny green meadow"
 
@@ -109,7 +101,7 @@ def test_a_file_or_folder_of_gemma_that_cannot_be_read_is_refused_by_name(tiny, 
 # --- weights of the host --------------------------------------------------------------------------
 
 LAYERS, WIDTH = 3, 24
-EQUAL = fp32_bound(WIDTH)
+EQUAL = helpers.fp32_bound(WIDTH)
 
 
 class Layer(nn.Module):

@@ -144,7 +144,7 @@ def test_other_code_makes_another_encoder_on_the_host(tiny, tmp_path, monkeypatc
     changed = Path(shutil.copytree(PACKAGE, tmp_path / "changed"))
     ours = identity_of(tiny)
     with open(changed / "models/gemma3.py", "a") as file:
-        file.write("# a comment\n")
+        file.write("ADDED = 1\n")
     monkeypatch.setattr(artifacts, "__file__", str(changed / "artifacts/__init__.py"))
     artifacts._digest_of_code.cache_clear()
     others = identity_of(tiny)

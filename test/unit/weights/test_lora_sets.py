@@ -1,6 +1,5 @@
 """The weight sets that flags, lines and calls name, and how their files and sets are found."""
 
-import argparse
 import json
 import shlex
 from pathlib import Path
@@ -10,6 +9,7 @@ import torch
 from helpers import one_thread  # noqa: F401
 from jobs import make_job, replace
 from safetensors.torch import save_file
+from typed import parsed
 
 from ltx_neuron import flags
 from ltx_neuron.artifacts import build, finished_weights
@@ -25,13 +25,6 @@ from ltx_neuron.pipeline import LTXPipeline
 from ltx_neuron.weights.lora import Lora, are_silent, detailing_scale, identity_of, reference_scale
 
 TWO = Size(64, 64, 9, two_stage=True)
-
-
-def parsed(*words: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    flags.add_job(parser)
-    parser.add_argument("--lora-sets", type=Path)
-    return parser.parse_args(words)
 
 
 def named(sets) -> list[list[tuple[str, float]]]:
@@ -61,7 +54,7 @@ def test_flags_name_the_weight_sets_of_both_stages(words, sets):
 
 
 def test_a_lines_loras_take_the_place_of_the_commands():
-    typed = flags.spec(parsed("--recipe", "distilled", "--two-stage", "--lora", "a", ".5", "--ic-lora", "i"))
+    typed = flags.spec(parsed("--two-stage", "--lora", "a", ".5", "--ic-lora", "i"))
 
     def sets(**line) -> list[list]:
         return named(stage.loras for stage in typed.updated({"prompt": "x"} | line).stages)
@@ -100,7 +93,9 @@ def test_a_file_of_named_sets_takes_the_place_of_the_commands_loras(tmp_path):
 
     def sets(content) -> dict:
         path.write_text(json.dumps(content))
-        return flags.lora_sets(parsed("--lora", "a", "--distilled-lora", "d", "--lora-sets", str(path)))
+        args = parsed("--lora", "a", "--distilled-lora", "d")
+        args.lora_sets = path
+        return flags.lora_sets(args)
 
     anime = sets({"anime": {"lora": ["b", 0.5]}})
     assert named([anime["default"].loras, anime["anime"].loras]) == [[("a", 1.0)], [("b", 0.5)]]

@@ -180,15 +180,6 @@ def test_weights_that_all_ranks_have_are_one_file_and_sets_of_equal_files_are_st
 # --- runs that end early --------------------------------------------------------------------------
 
 
-def test_a_finished_set_is_left_alone_and_one_with_a_lost_file_is_written_again(source, whole, tmp_path):
-    copy = shutil.copytree(whole, tmp_path / "weights")
-    before = {path: path.stat().st_mtime_ns for path in copy.iterdir()}
-    assert write(source, copy) is False
-    assert {path: path.stat().st_mtime_ns for path in copy.iterdir()} == before
-    (copy / rank_file(2)).unlink()
-    assert write(source, copy) and content(copy) == content(whole)
-
-
 def test_a_tensor_with_fewer_bytes_than_the_header_says_ends_the_run(source, tmp_path, monkeypatch):
     """A file has its full length from the beginning: only what was written tells."""
 
