@@ -20,7 +20,6 @@ from printed import runs
 import ltx_neuron
 from ltx_neuron.demo import ASSETS
 
-DEMO = "src/ltx_neuron/demo/"
 # In place of the size that the demo's commands name: what is tested is not how long it takes.
 SMALL = "--height 64 --width 64 --num-frames 9 --tp-degree 1 --profile cpu --artifacts-dir made"
 SMALL += " --profile-set text_buckets=1024"
@@ -58,21 +57,18 @@ def wheel(built) -> Path:
     return path
 
 
-def test_the_sdist_is_the_clone_without_the_demos_training(built, tracked):
+def test_the_sdist_is_the_clone_and_the_wheel_the_package_without_the_demos_files(built, wheel, tracked):
     (path,) = built.glob("*.tar.gz")
     with tarfile.open(path) as archive:
         files = {each.name.partition("/")[2] for each in archive if each.isfile()}
     generated = {name for name in files if ".egg-info/" in name} | {"PKG-INFO", "setup.cfg"}
     assert files - generated == {name for name in tracked if not name.startswith("tools/train_demo/")} - generated
-
-
-def test_the_wheel_is_the_package_without_the_demos_files_and_an_index_takes_its_metadata(wheel, tracked):
     package = {name for name in tracked if name.startswith("src/ltx_neuron/")}
-    demo = {name for name in package if name.startswith(DEMO) and not name.endswith(".py")}
+    demo = {name for name in package if name.startswith("src/ltx_neuron/demo/") and not name.endswith(".py")}
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         (facts,) = (name for name in names if name.endswith(".dist-info/METADATA"))
-        metadata = Metadata.from_email(archive.read(facts), validate=True)
+        metadata = Metadata.from_email(archive.read(facts), validate=True)  # as an index does
     assert demo and wheel.stat().st_size < 2e6
     assert {name for name in names if ".dist-info/" not in name} == {n.removeprefix("src/") for n in package - demo}
     assert facts.replace("METADATA", "licenses/LICENSE") in names

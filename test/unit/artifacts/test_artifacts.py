@@ -149,10 +149,6 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-
-
 @pytest.mark.parametrize("url", ["folder", "memory", "s3"], indirect=True)
 def test_what_is_pulled_is_what_was_pushed_and_nothing_of_the_machine(url, source, here, capsys):
     push(Store(url), source, [])
@@ -242,11 +238,10 @@ def test_a_killed_push_or_pull_is_nothing_to_use_and_goes_on_with_the_file(url, 
     assert content(weights) == content(folder(source, WEIGHTS))
 
 
-@pytest.mark.parametrize("damage", [flip, cut])
-def test_a_damaged_file_is_refused_and_the_push_in_the_message_mends_it(store, source, here, damage):
+def test_a_damaged_file_is_refused_and_the_push_in_the_message_mends_it(store, source, here):
     push(store, source, [])
     for file in (f"{folder(Path(), WEIGHTS)}/rank1.safetensors", f"{folder(Path(), GRAPHS)}/head.pt"):
-        damage(Path(store.root, file))
+        flip(Path(store.root, file))
         with pytest.raises(UserError, match=f"{file} is damaged: it") as refused:
             pull(store, here, [])
         name = file.rpartition("/")[0]
@@ -271,7 +266,7 @@ def test_a_damaged_manifest_or_a_lost_file_is_refused_and_a_push_mends_it(store,
     assert not here.exists()
     assert push(store, source, ["weights"]) == [name]
     pull(store, here, [])
-    cut(weights / "rank0.safetensors")
+    os.truncate(weights / "rank0.safetensors", 1000)
     (weights / "rank1.safetensors").unlink()
     with pytest.raises(UserError, match="rank0.safetensors is damaged: it is missing or"):
         pull(store, tmp_path / "there", [])

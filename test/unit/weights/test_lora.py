@@ -131,15 +131,10 @@ def test_float8_and_factors_of_two_dtypes_are_cast_to_bfloat16(tiny, tmp_path, d
 # A method -> shapes of its parts and its formula by LyCORIS; products are times alpha / rank, which is 1/2.
 METHODS = {
     "LoKr": ({"lokr_w1": (2, 4), "lokr_w2": (16, 8)}, lambda a, b: 2 * torch.kron(a, b)),
-    "LoKr of two low ranks": (
-        {"lokr_w1_a": (4, RANK), "lokr_w1_b": (RANK, 2), "lokr_w2_a": (8, RANK), "lokr_w2_b": (RANK, 16)},
-        lambda a, b, c, d: torch.kron(a @ b, c @ d),
-    ),
     "LoHa": (
         {"hada_w1_a": (32, RANK), "hada_w1_b": (RANK, 32), "hada_w2_a": (32, RANK), "hada_w2_b": (RANK, 32)},
         lambda a, b, c, d: (a @ b) * (c @ d),
     ),
-    "difference": ({"diff": (32, 32)}, lambda a: 2 * a),
 }
 
 
