@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from ltx_neuron.hub import RELEASE_FILES
@@ -17,33 +16,23 @@ LTX, GEMMA = "Lightricks/LTX-2.3", "google/gemma-3-12b-it-qat-q4_0-unquantized"
 TOKEN = "hf_reader"  # of a reader who accepted every licence
 
 
-class Request(NamedTuple):
-    method: str
-    path: str
-    range: str | None
-
-
 class Hub(ThreadingHTTPServer):
-    """repos  the files of each repository, by their names there
-
-    Attributes that a test may change: gated repositories, revisions, and broken: after how many
-    bytes the next download of a file breaks off.
-    """
+    """repos: the files of each repository, by their names there. A test may change them, the gated repositories and
+    the revisions. requests: (method, path) of each."""
 
     daemon_threads = True
 
     def __init__(self, repos: dict[str, dict[str, Path]]):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.repos, self.gated, self.broken = repos, set(), {}
+        self.repos, self.gated = repos, set()
         self.revisions = {"main": "a" * 40, "v1": "b" * 40}
-        self.requests: list[Request] = []
+        self.requests: list[tuple[str, str]] = []
         self.url = f"http://127.0.0.1:{self.server_port}"
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     @property
     def downloads(self) -> list[str]:
-        gets = [request.path for request in self.requests if request.method == "GET"]
-        return [path.split("/")[-1] for path in gets if "/resolve/" in path]
+        return [path.split("/")[-1] for method, path in self.requests if method == "GET" and "/resolve/" in path]
 
 
 def use(hub: Hub, monkeypatch, folder: Path) -> None:
@@ -54,12 +43,8 @@ def use(hub: Hub, monkeypatch, folder: Path) -> None:
     template = "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(file_download, *template, raising=False)  # versions below 1 read it there
     monkeypatch.setattr(constants, *template)
-    for name, value in {
-        "ENDPOINT": hub.url,
-        "HF_HUB_CACHE": str(folder / "cache"),
-        "HF_TOKEN_PATH": str(folder / "token"),
-        "HF_HUB_OFFLINE": False,
-    }.items():
+    settings = {"ENDPOINT": hub.url, "HF_HUB_CACHE": str(folder / "cache"), "HF_TOKEN_PATH": str(folder / "token")}
+    for name, value in (settings | {"HF_HUB_OFFLINE": False}).items():
         monkeypatch.setattr(constants, name, value)
 
 
@@ -95,7 +80,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         hub: Hub = self.server
         path = unquote(urlsplit(self.path).path)
-        hub.requests.append(Request(self.command, path, self.headers["Range"]))
+        hub.requests.append((self.command, path))
         kind, _, rest = path[1:].partition("/")
         if (kind, rest.split("/")[0]) == ("api", "models"):
             listing = "/tree/" if "/tree/" in rest else "/revision/"
@@ -121,7 +106,7 @@ class Handler(BaseHTTPRequestHandler):
         elif name not in files:
             self.refuse(404, "EntryNotFound")
         else:
-            self.send_file(files[name], name, commit)
+            self.send_file(files[name], commit)
 
     def entry(self, name: str, path: Path, tree: bool) -> dict:
         """A file in a listing, of a tree or of a revision."""
@@ -130,27 +115,17 @@ class Handler(BaseHTTPRequestHandler):
         named = {"path": name, "oid": sha, "type": "file"} if tree else {"rfilename": name, "blobId": sha}
         return named | {"size": size} | ({"lfs": lfs} if name.endswith(".safetensors") else {})
 
-    def send_file(self, path: Path, name: str, commit: str) -> None:
-        content, first = path.read_bytes(), 0
-        if self.headers["Range"]:
-            first = int(self.headers["Range"].removeprefix("bytes=").rstrip("-"))
-        headers = {"ETag": f'"{digest(path)}"', "Accept-Ranges": "bytes"}
-        if first:
-            headers["Content-Range"] = f"bytes {first}-{len(content) - 1}/{len(content)}"
-        until = self.server.broken.pop(name, None) if self.command == "GET" else None
-        self.answer(content[first:], commit, 206 if first else 200, headers, until)
+    def send_file(self, path: Path, commit: str) -> None:
+        self.answer(path.read_bytes(), commit, headers={"ETag": f'"{digest(path)}"'})
 
     def refuse(self, status: int, code: str) -> None:
         self.answer(b"", "", status, {"X-Error-Code": code})
 
-    def answer(self, body: bytes, commit: str, status: int = 200, headers=None, until: int | None = None) -> None:
-        """until: so many bytes are sent, and the connection is closed."""
+    def answer(self, body: bytes, commit: str, status: int = 200, headers: dict[str, str] | None = None) -> None:
         self.send_response(status)
-        known = {"Content-Length": str(len(body)), "X-Repo-Commit": commit}
-        for name, value in (known | (headers or {})).items():
+        for name, value in {"Content-Length": str(len(body)), "X-Repo-Commit": commit, **(headers or {})}.items():
             if value:
                 self.send_header(name, value)
         self.end_headers()
         if self.command == "GET":
-            self.wfile.write(body[:until])
-        self.close_connection = self.close_connection or until is not None
+            self.wfile.write(body)

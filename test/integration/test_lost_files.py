@@ -53,49 +53,32 @@ def at_the_first_step(engine, action) -> None:
     engine.on_step_end = on_step_end
 
 
-def lines_of(engine, pictures, folder: Path):
-    """The lines of a prompts file with a picture each, as the command reads them."""
-    file, parser = folder / "jobs.jsonl", flags.Parser()
-    size = {name: getattr(SIZE, name) for name in ("height", "width", "num_frames")}
-    file.write_text("\n".join(json.dumps({"prompt": n, "image": str(path), **size}) for n, path in pictures.items()))
-    flags.add_job(parser)
-    args = parser.parse_args([])
-    args.recipe, args.prompts_file = "distilled", file
-    return flags.lines(args, engine.workspace, folder / "out")
-
-
-def statuses(engine, lines, folder: Path) -> list[str]:
-    """Of the lines, once they have run."""
-    entries = batch.run(
-        lines,
-        engine,
-        folder / "out",
-        lambda clip, path: clip.write(path),
-        lambda job: run_identity(job, engine.workspace, engine.options),
-    )
-    engine.on_step_end = None
-    return [entry["status"] for entry in entries]
-
-
 def test_a_picture_that_vanishes_fails_its_line_alone_and_finished_lines_need_none(engine, pictures, tmp_path, capsys):
-    lines = lines_of(engine, pictures, tmp_path)
+    size = {name: getattr(SIZE, name) for name in ("height", "width", "num_frames")}
+    lines = [json.dumps({"prompt": name, "image": str(path), **size}) for name, path in pictures.items()]
+    (tmp_path / "jobs.jsonl").write_text("\n".join(lines))
+    flags.add_job(parser := flags.Parser())
+    args = parser.parse_args([])
+    args.recipe, args.prompts_file, out = "distilled", tmp_path / "jobs.jsonl", tmp_path / "out"
+
+    def statuses(lines) -> list[str]:
+        identity = lambda job: run_identity(job, engine.workspace, engine.options)  # noqa: E731
+        entries = batch.run(lines, engine, out, lambda clip, path: clip.write(path), identity)
+        engine.on_step_end = None
+        return [entry["status"] for entry in entries]
+
+    lines = flags.lines(args, engine.workspace, out)
     at_the_first_step(engine, pictures["b"].unlink)
-    assert statuses(engine, lines, tmp_path) == STATUSES
+    assert statuses(lines) == STATUSES
     assert f"line 2 failed: there is no image {pictures['b']}" in capsys.readouterr().out
-
-    def again() -> list[str]:
-        finished = list((tmp_path / "out").glob("*.mp4"))
-        before = [path.stat().st_mtime_ns for path in finished]
-        result = statuses(engine, lines_of(engine, pictures, tmp_path), tmp_path)
-        assert len(finished) == 2 and before == [path.stat().st_mtime_ns for path in finished]
-        return result
-
+    finished = {path: path.stat().st_mtime_ns for path in out.glob("*.mp4")}
     pictures["a"].unlink()  # of a finished line
     pictures["b"].write_bytes(b"damaged")
-    assert again() == STATUSES
+    assert statuses(flags.lines(args, engine.workspace, out)) == STATUSES
     assert "line 2 failed" in capsys.readouterr().out
     shutil.copy(pictures["c"], pictures["b"])
-    assert again() == ["done"] * 3
+    assert statuses(flags.lines(args, engine.workspace, out)) == ["done"] * 3
+    assert len(finished) == 2 and finished == {path: path.stat().st_mtime_ns for path in finished}
 
 
 @pytest.mark.parametrize("claimed", [False, True])

@@ -20,18 +20,24 @@ from printed import runs
 import ltx_neuron
 from ltx_neuron.demo import ASSETS
 
-DEMO = "src/ltx_neuron/demo/"
 # In place of the size that the demo's commands name: what is tested is not how long it takes.
 SMALL = "--height 64 --width 64 --num-frames 9 --tp-degree 1 --profile cpu --artifacts-dir made"
 SMALL += " --profile-set text_buckets=1024"
+
+
+def run(words: list, folder: Path | None = None) -> subprocess.CompletedProcess:
+    """A command in a folder, where nothing leads to this checkout."""
+    own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    options = dict(capture_output=True, text=True, cwd=folder, env=own, timeout=SCRIPT_SECONDS)
+    return subprocess.run([*map(str, words)], **options)
 
 
 @pytest.fixture(scope="module")
 def tracked() -> set[str]:
     if not (ROOT / ".git").exists():
         pytest.skip("which files belong to the project: git says so, in a clone")
-    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, check=True)
-    return {name for name in listed.stdout.decode().splitlines() if (ROOT / name).is_file()}
+    listed = run(["git", "ls-files", "-co", "--exclude-standard"], ROOT).stdout
+    return {name for name in listed.splitlines() if (ROOT / name).is_file()}
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +47,7 @@ def built(tracked, tmp_path_factory) -> Path:
     for name in tracked:
         (clone / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, clone / name)
-    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", built, clone]
-    subprocess.run(build, check=True, capture_output=True)
+    succeeded(run([sys.executable, "-m", "build", "--no-isolation", "--outdir", built, clone]))
     return built
 
 
@@ -52,34 +57,24 @@ def wheel(built) -> Path:
     return path
 
 
-def test_the_sdist_is_the_clone_without_the_demos_training(built, tracked):
+def test_the_sdist_is_the_clone_and_the_wheel_the_package_without_the_demos_files(built, wheel, tracked):
     (path,) = built.glob("*.tar.gz")
     with tarfile.open(path) as archive:
         files = {each.name.partition("/")[2] for each in archive if each.isfile()}
     generated = {name for name in files if ".egg-info/" in name} | {"PKG-INFO", "setup.cfg"}
     assert files - generated == {name for name in tracked if not name.startswith("tools/train_demo/")} - generated
-
-
-def test_the_wheel_is_the_package_without_the_demos_files_and_an_index_takes_its_metadata(wheel, tracked):
     package = {name for name in tracked if name.startswith("src/ltx_neuron/")}
-    demo = {name for name in package if name.startswith(DEMO) and not name.endswith(".py")}
+    demo = {name for name in package if name.startswith("src/ltx_neuron/demo/") and not name.endswith(".py")}
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         (facts,) = (name for name in names if name.endswith(".dist-info/METADATA"))
-        metadata = Metadata.from_email(archive.read(facts), validate=True)
+        metadata = Metadata.from_email(archive.read(facts), validate=True)  # as an index does
     assert demo and wheel.stat().st_size < 2e6
     assert {name for name in names if ".dist-info/" not in name} == {n.removeprefix("src/") for n in package - demo}
     assert facts.replace("METADATA", "licenses/LICENSE") in names
     assert (metadata.license_expression, str(metadata.version)) == ("Apache-2.0", ltx_neuron.__version__)
     assert metadata.description_content_type == "text/markdown"
     assert metadata.description.strip() == (ROOT / "README.md").read_text().strip()
-
-
-def run(words: list, folder: Path | None = None) -> subprocess.CompletedProcess:
-    """A command in a folder, where nothing leads to this checkout."""
-    own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    options = dict(capture_output=True, text=True, cwd=folder, env=own, timeout=SCRIPT_SECONDS)
-    return subprocess.run([*map(str, words)], **options)
 
 
 @pytest.fixture(scope="module")

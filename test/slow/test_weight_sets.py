@@ -61,9 +61,8 @@ def test_a_batch_of_all_kinds_swaps_least_and_every_line_is_its_single_run(engin
     assert_same(latents(engine, mixed), single)
     assert swaps(engine) == 2
     # What one LoRA makes, what the other does, and then all that is plain.
-    one, other = [11, 16, 19, 19, 20, 21], [13, 21]
     plain = [11, 12, 13, 14, 18, 18, 15, 16, 17, 17, 20, 22, 24, 24, 26]
-    assert order == one + other + plain
+    assert order == [11, 16, 19, 19, 20, 21] + [13, 21] + plain
 
 
 def test_ranks_encode_each_prompt_with_the_connectors_of_its_jobs_lora(tiny, tmp_path, artifacts):

@@ -5,10 +5,7 @@ import fcntl
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -18,14 +15,12 @@ from safetensors.torch import load_file
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import (
     MAX_JSON_BYTES,
-    check_folder,
     check_readable,
     check_writable,
     exclusive,
     read_json,
     remove_leftovers,
     whole_file,
-    write_json,
     write_tensors,
 )
 
@@ -59,10 +54,11 @@ def test_a_file_appears_under_its_name_only_when_it_is_whole(tmp_path):
 
 @pytest.mark.parametrize(("content", "error"), [(b"half", KeyboardInterrupt), (None, FileNotFoundError)])
 def test_a_writer_that_fails_or_writes_nothing_leaves_the_earlier_file(tmp_path, content, error):
+    path = tmp_path / "file"
     for before in ([], [b"the earlier one"]):
         for earlier in before:
-            (tmp_path / "file").write_bytes(earlier)
-        with pytest.raises(error), whole_file(tmp_path / "file") as partial:
+            path.write_bytes(earlier)
+        with pytest.raises(error), whole_file(path) as partial:
             if content:
                 partial.write_bytes(content)
                 raise error
@@ -70,17 +66,16 @@ def test_a_writer_that_fails_or_writes_nothing_leaves_the_earlier_file(tmp_path,
 
 
 def test_what_a_killed_writer_left_is_removed_by_the_next_one_and_no_other_file(tmp_path):
-    path = tmp_path / "journal.json"
-    write_json(path, {"kept": True})
-    (tmp_path / "other.json").touch()
-    (tmp_path / ".other.json.1-00.partial").touch()
-    command = (
-        "import os, sys; from ltx_neuron.files import whole_file\n"
-        "with whole_file(sys.argv[1]) as partial: partial.touch(); os.kill(os.getpid(), 9)"
-    )
-    subprocess.run([sys.executable, "-c", command, path])
+    path, names = tmp_path / "journal.json", {"journal.json", "other.json", ".other.json.1-00.partial"}
+    for name in names:
+        (tmp_path / name).touch()
+
+    def killed() -> None:
+        with whole_file(path):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    exit_code(forked(killed))
     assert len(list(tmp_path.iterdir())) == 4
-    names = {"journal.json", "other.json", ".other.json.1-00.partial"}
     with whole_file(path) as mine:
         assert {entry.name for entry in tmp_path.iterdir()} == {*names, mine.name}
         remove_leftovers(path)
@@ -96,25 +91,20 @@ def test_tensors_are_read_as_they_were_written(tmp_path):
     assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
+def test_a_file_that_is_no_json_object_is_refused_by_name(tmp_path):
+    path = tmp_path / "some.json"
+    with pytest.raises(UserError, match="some.json(.|\n)*no such file|no such file(.|\n)*some.json"):
+        read_json(path)
+    for content, message in (
         (b"{", "cannot be read as JSON"),
         (b"\xff\xfe", "cannot be read as JSON"),
         (b"[" * 100_000, "cannot be read as JSON"),
         (b"[1]", "got list, wanted a JSON object"),
         (b" " * (MAX_JSON_BYTES + 1), f"wanted at most {MAX_JSON_BYTES}"),
-    ],
-    ids=["half", "no text", "nested", "a list", "large"],
-)
-def test_a_file_that_is_no_json_object_is_refused_by_name(tmp_path, content, message):
-    path = tmp_path / "some.json"
-    with pytest.raises(UserError, match="some.json(.|\n)*no such file|no such file(.|\n)*some.json"):
-        read_json(path)
-    path.write_bytes(content)
-    with pytest.raises(UserError, match=message) as error:
-        read_json(path)
-    assert "some.json" in str(error.value)
+    ):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=rf"some\.json.* {message}|some\.json: {message}"):
+            read_json(path)
 
 
 def test_a_place_that_could_not_be_written_is_refused_with_the_flag_and_nothing_is_made(tmp_path):
@@ -124,17 +114,14 @@ def test_a_place_that_could_not_be_written_is_refused_with_the_flag_and_nothing_
         (tmp_path / ("x" * 201), "this long"),
         (tmp_path / "a file" / "video.mp4", "not a folder you may write to"),
     ):
-        with pytest.raises(UserError, match=words) as error:
+        with pytest.raises(UserError, match=f"{words}.*--output FILE"):
             check_writable(path, "--output FILE")
-        assert "--output FILE" in str(error.value)
     check_writable(tmp_path / "new" / "folder" / "video.mp4", "--output FILE")
-    check_folder(tmp_path / "new", "--artifacts-dir DIR")
     assert os.listdir(tmp_path) == ["a file"]
 
 
 def holder(folder, ends: signal.Signals | None = None) -> int:
-    """A process that has the folder's lock when this returns, and a moment later lets it go, or is
-    ended by a signal."""
+    """A process that has the folder's lock now, and a moment later lets it go, or is ended by a signal."""
     read, write = os.pipe()
 
     def hold() -> None:
@@ -155,10 +142,9 @@ def test_a_locked_folder_is_waited_for_until_its_holder_ends_also_by_a_kill(tmp_
     child = holder(folder, ends)
     with exclusive(folder, "compiling"):
         assert exit_code(child) == (-ends if ends else 0)
-    message = f"another process ({child}) is compiling {folder}; waiting for it\n"
-    assert capsys.readouterr().out == message
+    assert capsys.readouterr().out == f"another process ({child}) is compiling {folder}; waiting for it\n"
     assert list(folder.parent.iterdir()) == []
-    assert exit_code(holder(folder, signal.SIGKILL)) == -signal.SIGKILL
+    exit_code(holder(folder, signal.SIGKILL))
     assert [path.name for path in folder.parent.iterdir()] == [".dit.lock"]
     with exclusive(folder, "compiling"):  # its holder is dead: taken over without a message
         pass
@@ -166,8 +152,7 @@ def test_a_locked_folder_is_waited_for_until_its_holder_ends_also_by_a_kill(tmp_
 
 
 def test_of_many_processes_never_two_hold_a_lock(tmp_path):
-    """Each adds 1 to a number in a file, by reading and writing it, and removes the lock each time:
-    one that kept waiting for a removed file would enter beside another."""
+    """One that kept waiting for a removed lock would enter beside another."""
     number, often, processes = tmp_path / "number", 100, 6
     number.write_text("0")
 
@@ -214,21 +199,3 @@ def test_what_is_no_regular_file_is_refused_by_what_it_is(tmp_path):
     with pytest.raises(UserError, match=r"x\.\.\. \(5000 characters\): this path is longer than the sys") as error:
         check_readable("x" * 5000)
     assert len(str(error.value)) < 300
-
-
-def test_two_writers_at_once_never_mix(tmp_path):
-    """Each writes in many small pieces; whenever one looks, the file is all of one writer's."""
-    path = tmp_path / "file"
-
-    def write(letter: bytes) -> set[bytes]:
-        contents = set()
-        for _ in range(20):
-            with whole_file(path) as partial, open(partial, "wb", buffering=0) as file:
-                for _ in range(50):
-                    file.write(letter)
-            contents.add(path.read_bytes())
-        return contents
-
-    with ThreadPoolExecutor(2) as pool:
-        contents = set().union(*pool.map(write, (b"a", b"b")))
-    assert contents <= {b"a" * 50, b"b" * 50} and list(tmp_path.iterdir()) == [path]

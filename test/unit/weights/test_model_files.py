@@ -1,5 +1,5 @@
 """LTX-2.5 has one file per part: each is known by its metadata, found in the download, and refused with another
-release's model."""
+release's model. LTX-2.3 as others publish it is read as the published file is."""
 
 import json
 import os
@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import one_thread  # noqa: F401
 from jobs import make_job
 from lib.random_sources import GEMMA_4_SIZES
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny import TinySizes
 from tiny.gemma import gemma_4_config
@@ -22,6 +22,7 @@ from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.config.common import TEXT_TOKENS
 from ltx_neuron.config.gemma import GEMMA_3_12B, GEMMA_4_12B, read_config
 from ltx_neuron.config.profiles import resolve
+from ltx_neuron.config.release import identified, parse_release
 from ltx_neuron.engine.preflight import RunOptions
 from ltx_neuron.engine.run import Engine
 from ltx_neuron.errors import FieldError, UserError
@@ -30,7 +31,7 @@ from ltx_neuron.hub import RELEASE_FILES
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.size import Size
 from ltx_neuron.text.inputs import embedded_tokenizer, load_tokenizer, tokenize
-from ltx_neuron.weights.checkpoint import Source
+from ltx_neuron.weights.checkpoint import Checkpoint, Source
 from ltx_neuron.weights.lora import Lora
 from ltx_neuron.weights.model_files import ModelFiles, TextEncoderFile, kind_of, located, named_release
 from ltx_neuron.weights.sharding import SHARDED_MODELS
@@ -38,7 +39,6 @@ from ltx_neuron.weights.tensorfile import TensorFile
 
 RELEASED = RELEASE_FILES["Lightricks/LTX-2.5"]
 PROMPT = "a golden retriever puppy runs across a sunny green meadow"
-JOB = make_job("rain", Size(64, 64, 9))
 
 
 def refused(call) -> str:
@@ -49,8 +49,7 @@ def refused(call) -> str:
 
 def changed(source: Path, target: Path, **metadata) -> Path:
     """A copy of a file with other metadata."""
-    with safe_open(source, "pt") as file:
-        save_file(load_file(source), target, {**file.metadata(), **metadata})
+    save_file(load_file(source), target, TensorFile(source, "").metadata | metadata)
     return target
 
 
@@ -86,15 +85,14 @@ def test_the_folder_of_a_download_has_the_transformer_of_each_recipe_and_all_oth
     assert typed.describe_decoder() == f"diffusion, from {split.diffusion_vae}"
 
 
-def test_a_single_transformer_is_that_of_any_recipe_and_a_folder_without_one_is_refused(split, tmp_path):
+def test_a_single_transformer_is_that_of_any_recipe_and_of_two_one_must_be_named(split, tmp_path):
     folder = tmp_path / "diffusion_models"
-    folder.mkdir(parents=True)
+    folder.mkdir()
     shutil.copy(split.dev, folder / "model.safetensors")
     assert located(tmp_path, "distilled") == folder / "model.safetensors"
     shutil.copy(split.dev, folder / "other.safetensors")
     message = refused(lambda: located(tmp_path, "distilled"))
     assert "2 files for --checkpoint-path" in message and "other.safetensors" in message
-    assert "is a folder" in refused(lambda: located(split.video_vae.parent, "distilled"))
 
 
 def test_the_parts_have_the_config_and_the_tensors_of_a_whole_checkpoint(split, tiny):
@@ -112,50 +110,31 @@ def test_the_parts_have_the_config_and_the_tensors_of_a_whole_checkpoint(split, 
             assert build.weight_bytes(opened, need) > 0  # UserError unless the tensors are the model's
 
 
-# --- mixtures -------------------------------------------------------------------------------------
+# --- mixtures; more of them, with what to type: unit/project/test_download_commands.py -----------
 
 
-def test_a_text_encoder_of_another_release_is_refused(split, tiny, tmp_path):
-    message = refused(lambda: workspace(tiny.checkpoint, split.text_encoder).gemma)
-    assert "text encoder of a later release" in message and "gemma-3-12b" in message
-    message = refused(lambda: workspace(split.distilled, tiny.gemma_root).gemma)
-    assert "LTX-2.5 has its text encoder in one file" in message and "text_encoders/" in message
+def test_parts_of_another_release_are_refused_by_metadata(split, tiny, tmp_path):
     source = json.dumps({"ltx_version": "2.5.0", "gemma_version": "other"})
     path = changed(split.distilled, tmp_path / "other.safetensors", gemma_source_checkpoint=source)
     message = refused(lambda: workspace(path, split.text_encoder).gemma)
     assert "gemma4-12b-ltx-v1" in message and "trained with other" in message
-    assert "got the video VAE" in refused(lambda: workspace(split.dev, split.video_vae).gemma)
     folder = shutil.copytree(tiny.gemma_root, tmp_path / "gemma")
     (folder / "config.json").write_text(json.dumps(TextEncoderFile(split.text_encoder, "").gemma_config))
     assert "another Gemma than that of LTX-2.3" in refused(lambda: workspace(tiny.checkpoint, folder).gemma)
-
-
-def test_parts_of_another_kind_or_release_are_refused_by_metadata_or_name(split, tiny, tmp_path):
-    def vae(path: Path) -> str:
-        return refused(lambda: workspace(split.distilled, video_vae_path=path).video_decoder)
-
-    assert "wanted the video VAE of LTX-2.5, got the audio VAE" in vae(split.audio_vae)
     older = changed(split.video_vae, tmp_path / "older.safetensors", model_version="2.3.0")
-    assert "is of LTX 2.3.0, but the checkpoint is of LTX-2.5" in vae(older)
-    message = refused(lambda: workspace(tiny.checkpoint, video_vae_path=split.video_vae))
-    assert "has its own video VAE; leave --video-vae-path out" in message
-    named = shutil.copy(tiny.spatial_upsampler, tmp_path / "ltx-2.3-spatial-upscaler-x2-1.0.safetensors")
-    release = workspace(split.distilled).checkpoint.release
-    message = refused(lambda: upsampler_spec("spatial", named, torch.float32, release))
-    assert "is of LTX 2.3 by its name" in message and "rename it" in message
-    upsampler_spec("spatial", tiny.spatial_upsampler, torch.float32, release)
+    message = refused(lambda: workspace(split.distilled, video_vae_path=older).video_decoder)
+    assert "is of LTX 2.3.0, but the checkpoint is of LTX-2.5" in message
+    # An upsampler's name alone tells its release; this one has another name.
+    upsampler_spec("spatial", tiny.spatial_upsampler, torch.float32, workspace(split.distilled).checkpoint.release)
 
 
 def test_a_lora_of_another_release_is_merged_with_a_note_if_its_layers_fit(split, tmp_path):
-    lora = changed(split.lora, tmp_path / "lora.safetensors", model_version="2.3.0")
-    named = tmp_path / "ltx-2.3-22b-distilled-lora-384.safetensors"
+    lora, named = tmp_path / "lora.safetensors", tmp_path / "ltx-2.3-22b-distilled-lora-384.safetensors"
+    changed(split.lora, lora, model_version="2.3.0")
     save_file(load_file(split.lora), named)
     for path in (lora, named):
         (note,) = workspace(split.dev).source("dit", (Lora(path),)).notes
         assert note.startswith(f"--lora {path} is of LTX-2.3, the model of LTX-2.5: it is merged, as all its layers")
-    save_file({name: torch.zeros(4, 4).bfloat16() for name in load_file(lora)}, lora, {"model_version": "2.3.0"})
-    message = refused(lambda: workspace(split.dev).source("dit", (Lora(lora),)))
-    assert message.startswith(f"--lora {lora} is of LTX 2.3.0, but the checkpoint is of")
 
 
 def test_a_missing_part_names_its_flag_and_the_folder(split, tmp_path):
@@ -167,28 +146,17 @@ def test_a_missing_part_names_its_flag_and_the_folder(split, tmp_path):
 
 
 def test_what_a_release_cannot_do_is_refused_for_its_model_alone(split, tiny):
-    keyframes = make_job("rain", JOB.size, num_generated_keyframes=2)
+    keyframes = make_job("rain", Size(64, 64, 9), num_generated_keyframes=2)
     with pytest.raises(FieldError, match="the model of .* LTX 2.3.0, generates no keyframes"):
         workspace(tiny.checkpoint).resolved(keyframes)
     opened = workspace(split.distilled)
-    opened.resolved(keyframes)
-
-    def check(compat: str) -> None:
-        preflight = Engine(opened, Recorder(), RunOptions(compat=compat)).preflight
-        preflight.check_inputs([opened.resolved(JOB)])
-
-    check("ltx-pipelines-1.2.0")
+    job = opened.resolved(keyframes)
     for compat in ("ltx-core-1.0.0", "ltx-core-1.0.0-conditioning"):
         with pytest.raises(FieldError, match=f"--compat {compat}: that release does not run LTX-2.5"):
-            check(compat)
+            Engine(opened, Recorder(), RunOptions(compat=compat)).preflight.check_inputs([job])
 
 
 # --- the text encoder -----------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def tokenizer(split):
-    return embedded_tokenizer(TextEncoderFile(split.text_encoder, ""))
 
 
 def test_released_configs_have_their_digests_and_other_settings_are_refused_by_name():
@@ -210,18 +178,17 @@ def test_released_configs_have_their_digests_and_other_settings_are_refused_by_n
     assert sizes == (16, TinySizes().gemma_kv_heads, False)
 
 
-def test_a_prompt_begins_with_one_bos_has_no_eos_and_is_cut_at_its_end(tokenizer, tiny):
+def test_a_prompt_begins_with_one_bos_has_no_eos_and_is_cut_at_its_end(split, tiny):
     """Gemma 3's tokenizer adds BOS itself, Gemma 4's does not."""
-    theirs = load_tokenizer(tiny.gemma_root)
-    assert tokenizer(PROMPT).input_ids[0] != tokenizer.bos_token_id
-    assert theirs(PROMPT).input_ids[0] == theirs.bos_token_id
-    for one in (tokenizer, theirs):
+    ours, theirs = embedded_tokenizer(TextEncoderFile(split.text_encoder, "")), load_tokenizer(tiny.gemma_root)
+    assert ours(PROMPT).input_ids[0] != ours.bos_token_id and theirs(PROMPT).input_ids[0] == theirs.bos_token_id
+    for one in (ours, theirs):
         ids = tokenize(one, f"  {PROMPT}\n")
         assert ids == tokenize(one, PROMPT) and one.decode(ids[1:]) == PROMPT
         assert ids[0] == one.bos_token_id and one.bos_token_id not in ids[1:] and one.eos_token_id not in ids
-    assert tokenize(tokenizer, f"<bos>{PROMPT}") == tokenize(tokenizer, PROMPT)
-    ids = tokenize(tokenizer, f"{PROMPT} . " * 200)
-    assert len(ids) == TEXT_TOKENS and ids[0] == tokenizer.bos_token_id
+    assert tokenize(ours, f"<bos>{PROMPT}") == tokenize(ours, PROMPT)
+    ids = tokenize(ours, f"{PROMPT} . " * 200)
+    assert len(ids) == TEXT_TOKENS and ids[0] == ours.bos_token_id
 
 
 @pytest.mark.parametrize("name", ["tokenizer_json", "hf_asset__tokenizer_config.json"])
@@ -253,3 +220,160 @@ def test_the_release_in_the_metadata_counts_more_than_the_one_in_the_name(tmp_pa
         save_file({"x": torch.zeros(1)}, path := tmp_path / "ltx-2.3-lora.safetensors", metadata)
         release = named_release(TensorFile(path, ""))
         assert release and release.version == version
+
+
+# --- LTX-2.3 as others publish it: relabelled, all in one, in parts -------------------------------
+
+MODELS = "dit", "gemma3", "vae", "encoder", "sound"
+DIT, PROJECTION = "model.diffusion_model.", "text_embedding_projection."
+
+
+def metadata(path: Path) -> dict[str, str]:
+    return dict(TensorFile(path, "").metadata)
+
+
+def read(opened: Workspace) -> dict[tuple[str, str], torch.Tensor]:
+    sources = {model: opened.source(model) for model in MODELS}
+    for model in MODELS:
+        build.check_weights(opened, model)
+    return {(model, name): source.tensor(name) for model, source in sources.items() for name in source.names}
+
+
+@pytest.fixture(scope="module")
+def expected(tiny) -> dict[tuple[str, str], torch.Tensor]:
+    return read(workspace(tiny.checkpoint, tiny.gemma_root))
+
+
+def assert_same(opened: Workspace, expected: dict) -> None:
+    actual = read(opened)
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
+    assert opened.config["vae"] and opened.config["vocoder"]
+
+
+LABELS = "", "v2.3.0", "ltx-2.3-dev", "ltx_2_3", "2.3.rc1", " 2.3.0 ", "LTX 2.3 22B", "v1", "sulphur-3.1"
+
+
+def test_the_config_tells_the_release_whatever_the_label(tiny, split):
+    config, later = (Checkpoint(path).config["transformer"] for path in (tiny.checkpoint, split.distilled))
+    for labels, content, release in ((LABELS, config, "2.3"), (("", "v2.5.0", "LTX-2.5", "mine"), later, "2.5")):
+        for label in labels:
+            found, version = identified(label, content)
+            assert found and found.version == release and version, label
+    older = {name: value for name, value in config.items() if name != "cross_attention_adaln"}
+    first = {name: value for name, value in older.items() if name != "audio_num_attention_heads"}
+    for label, content, message in (
+        ("1.1", older, "2.0, by its config"),
+        ("", first, "0.9 (LTX-Video), by its"),
+        ("v3.0", config, "v3.0"),
+        ("2.30.0", config, "2.30.0"),
+    ):
+        found, version = identified(label, content)
+        assert found is None and version.startswith(message)
+    assert parse_release("2.30") is None and parse_release("12.3") is None
+
+
+# What all-in-one files have besides: another VAE, copies, a training's state, and layouts that nobody reads
+OTHERS = {
+    "language_model.model.norm.weight": torch.ones(4),
+    "first_stage_model.decoder.conv_in.weight": torch.ones(4),
+    "model_ema.diffusion_model.patchify_proj.weight": torch.ones(4),
+    "diffusion_model.patchify_proj.weight": torch.ones(4),
+    "patchify_proj.weight": torch.ones(4),
+    "text_encoders.rows.weight": torch.ones(4, 4).to(torch.float8_e4m3fn),
+    "text_encoders.rows.weight_scale": torch.ones(4),
+    "text_encoders.one.comfy_quant": torch.tensor(list(b'{"format": "nvfp4"}'), dtype=torch.uint8),
+    "text_encoders.damaged.comfy_quant": torch.ones(3).byte(),
+}
+
+
+def test_tensors_of_other_models_are_left_out_with_one_line_of_a_file_without_a_label(tiny, tmp_path, capsys, expected):
+    path = tmp_path / "all in one.safetensors"
+    save_file(load_file(tiny.checkpoint) | OTHERS, path, {"config": metadata(tiny.checkpoint)["config"]})
+    assert_same(workspace(path, tiny.gemma_root), expected)
+    workspace(path, tiny.gemma_root)
+    workspace(tiny.checkpoint, tiny.gemma_root)  # of which nothing is printed
+    printed = capsys.readouterr().out
+    assert printed.count("\n") == 1
+    assert f"{path}: {len(OTHERS)} tensors of other models are not read (" in printed
+
+
+COMFY = {  # the folders of ComfyUI, and names in use
+    "transformer": "diffusion_models/ltx-2.3-22b-distilled_transformer_only_bf16.safetensors",
+    "video_vae": "vae/LTX23_video_vae_bf16.safetensors",
+    "audio_vae": "vae/LTX23_audio_vae_bf16.safetensors",
+    "text_projection": "text_encoders/ltx-2.3_text_projection_bf16.safetensors",
+}
+UNET = COMFY | {"transformer": "unet/ltx-2.3-22b-distilled.safetensors"}
+FLAT = {kind: f"{kind}.safetensors" for kind in COMFY}
+PARTS = {  # prefixes of tensors, and sections of the config
+    "transformer": ((DIT,), ("transformer", "scheduler")),
+    "video_vae": (("vae.",), ("vae",)),
+    "audio_vae": (("audio_vae.", "vocoder."), ("audio_vae", "vocoder")),
+    "text_projection": ((PROJECTION,), ()),
+}
+
+
+def parted(tiny, folder: Path, names: dict[str, str], bare: str | None = None, whole_config: bool = False) -> dict:
+    """The checkpoint in four files, by kind. bare: prefix of the transformer's names. whole_config: each file has
+    the config of all, otherwise only its sections."""
+    tensors, message = load_file(tiny.checkpoint), metadata(tiny.checkpoint)
+    config, paths = json.loads(message["config"]), {}
+    for kind, (prefixes, sections) in PARTS.items():
+        own = {name: tensor for name, tensor in tensors.items() if name.startswith(prefixes)}
+        if bare is not None and kind != "audio_vae":
+            cut = bare if kind == "transformer" else ""
+            own = {cut + name.removeprefix(prefixes[0]): tensor for name, tensor in own.items()}
+        kept = config if whole_config else {name: config[name] for name in sections}
+        paths[kind] = folder / names[kind]
+        paths[kind].parent.mkdir(parents=True, exist_ok=True)
+        save_file(own, paths[kind], message | {"config": json.dumps(kept)} if kept else None)
+    return paths
+
+
+@pytest.mark.parametrize(
+    ("names", "bare", "whole_config"), [(COMFY, None, True), (UNET, "diffusion_model.", True), (FLAT, "", False)]
+)
+def test_four_files_are_found_and_read_as_the_whole(tiny, tmp_path, expected, names, bare, whole_config):
+    paths = parted(tiny, tmp_path / "models", names, bare, whole_config)
+    assert {kind: kind_of(TensorFile(path, "")) for kind, path in paths.items()} == {kind: kind for kind in paths}
+    assert located(tmp_path / "models", "distilled") == paths["transformer"]
+    opened = workspace(paths["transformer"], tiny.gemma_root)
+    assert_same(opened, expected)
+    assert {*opened.identity["files"]} == {"video_vae", "audio_vae", "text_projection"}
+
+
+def test_four_files_anywhere_are_named_by_their_flags(tiny, tmp_path, expected):
+    paths = parted(tiny, tmp_path, {kind: f"{n}/{kind}.safetensors" for n, kind in enumerate(COMFY)})
+    transformer, flags = paths["transformer"], {f"{kind}_path": paths[kind] for kind in [*COMFY][1:]}
+    assert_same(workspace(transformer, tiny.gemma_root, **flags), expected)
+    # A whole checkpoint has each part, and needs none.
+    whole = dict.fromkeys(flags, tiny.checkpoint)
+    assert_same(workspace(transformer, tiny.gemma_root, **whole), expected)
+    with pytest.raises(UserError, match="the video VAE is missing\nType --video-vae-path FILE"):
+        _ = ModelFiles(transformer).config["vae"]
+    for kind, title in (("video_vae", "video VAE"), ("audio_vae", "audio VAE"), ("text_projection", "projection")):
+        flag = f"{kind}_path"
+        with pytest.raises(UserError, match=f"has its own .*{title}; leave"):
+            workspace(tiny.checkpoint, tiny.gemma_root, **{flag: paths[kind]})
+        wrong = paths["video_vae" if kind == "audio_vae" else "audio_vae"]
+        with pytest.raises(UserError, match=f"wanted the .*{title} of LTX-2.3, got the"):
+            read(workspace(transformer, tiny.gemma_root, **flags | {flag: wrong}))
+
+
+@pytest.mark.parametrize("prefix", [DIT, ""])
+def test_connectors_may_be_in_the_file_of_the_projection(tiny, tmp_path, expected, prefix):
+    paths = parted(tiny, tmp_path, FLAT)
+    transformer, projection = load_file(paths["transformer"]), load_file(paths["text_projection"])
+    for name in [name for name in transformer if "embeddings_connector" in name]:
+        projection[prefix + name.removeprefix(DIT)] = transformer.pop(name)
+    save_file(transformer, paths["transformer"], metadata(paths["transformer"]))
+    save_file(projection, paths["text_projection"])
+    assert_same(workspace(paths["transformer"], tiny.gemma_root), expected)
+
+
+def test_of_a_folder_with_vaes_of_two_releases_that_of_the_transformer_is_taken(tiny, split, tmp_path, expected):
+    paths = parted(tiny, tmp_path, COMFY, whole_config=True)
+    for path in (split.video_vae, split.audio_vae):
+        shutil.copy(path, tmp_path / "vae" / path.name)
+    assert_same(workspace(paths["transformer"], tiny.gemma_root), expected)

@@ -1,32 +1,33 @@
-"""Finished weight sets are verified by their manifest, and damaged or foreign files are never loaded."""
+"""Finished weight sets are verified by their manifest, and damaged or foreign files are never loaded. Tensors of any
+file are read as they were written; files cut short and lacks of the machine are errors."""
 
+import errno
 import json
+import mmap
+import os
 import re
 import resource
+import threading
 import time
 from contextlib import suppress
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 import torch
+from blake3 import blake3
 from fuzz import on_random
-from helpers import locked, one_thread, said_to_an_ordinary_user, save_weights  # noqa: F401
+from helpers import exit_code, forked, locked, one_thread, randn, said_to_an_ordinary_user, save_weights  # noqa: F401
 from hypothesis import assume
 from safetensors.torch import save_file
 
 from ltx_neuron import artifacts
+from ltx_neuron.backends.torchdist.rank import Rank
 from ltx_neuron.engine import residency
 from ltx_neuron.errors import UserError
-from ltx_neuron.files import MANIFEST, read_json, write_checked
-from ltx_neuron.weights.rankfiles import (
-    HOST_FILE,
-    is_finished,
-    load_rank_file,
-    open_host_file,
-    rank_file,
-    rank_path,
-    verify,
-)
+from ltx_neuron.files import MANIFEST, read_json, write_checked, write_json
+from ltx_neuron.weights import rankfiles, tensorfile
+from ltx_neuron.weights.rankfiles import HOST_FILE, is_finished, load_rank_file, rank_file, verify
 from ltx_neuron.weights.tensorfile import TORCH_DTYPES, TensorFile
 
 SLOWEST = 1.0  # CPU seconds until a damaged file is refused, whatever is wrong with it
@@ -44,24 +45,26 @@ def test_files_without_permission_are_not_called_damaged_nor_to_be_deleted(folde
     monkeypatch.setattr(artifacts, "folder", lambda *_: folder)
     identity = read_json(folder / MANIFEST)["identity"]
 
-    def refused_by_the_ranks():
-        with residency._remedy(folder):
-            raise UserError("in the words of a rank")
+    def find():
+        return artifacts.find(folder.parent, identity, "COMMAND")
 
     for path in (folder / rank_file(1), folder / MANIFEST):
+        uses = (lambda: verify(folder, quick=True)), (lambda: is_finished(folder, identity)), find
         with locked(path):
-            for use in (
-                lambda: verify(folder, quick=True),
-                lambda: is_finished(folder, identity),
-                lambda: artifacts.find(folder.parent, identity, "COMMAND"),
-                lambda path=path: TensorFile(path, "DOWNLOAD"),
-            ):
+            for use in (*uses, lambda path=path: TensorFile(path, "DOWNLOAD")):
                 printed = said_to_an_ordinary_user(use)
                 assert printed.startswith(f"NoPermission: {path}: you may not read or write it")
                 assert not re.search("rm -r|[Dd]elete|damaged|DOWNLOAD", printed)
     with locked(folder):  # as the folder of all weight sets
-        printed = said_to_an_ordinary_user(lambda: artifacts.find(folder.parent, identity, "COMMAND"))
+        printed = said_to_an_ordinary_user(find)
         assert printed.startswith(f"NoPermission: --artifacts-dir {folder}/") and "COMMAND" not in printed
+
+
+def test_after_a_rank_refused_its_file_only_a_readable_folder_is_to_be_deleted(folder):
+    def refused_by_the_ranks():
+        with residency._remedy(folder):
+            raise UserError("in the words of a rank")
+
     with locked(folder / rank_file(1)):
         assert "elete" not in said_to_an_ordinary_user(refused_by_the_ranks)
     with pytest.raises(UserError, match="words of a rank\nDelete "):
@@ -93,10 +96,10 @@ def test_a_file_with_another_header_than_its_manifest_has_is_refused(folder):
     path.write_bytes(content.replace(b'"a.', b'"c.').replace(b'"b.', b'"a.').replace(b'"c.', b'"b.'))
     with pytest.raises(UserError, match="the header differs"):
         load_rank_file(path, SHAPES, torch.float32)
-    assert not open_host_file(folder).shapes
+    assert not rankfiles.open_host_file(folder).shapes
     (folder / HOST_FILE).write_bytes(content)
     with pytest.raises(UserError, match="the header differs"):
-        open_host_file(folder)
+        rankfiles.open_host_file(folder)
 
 
 def test_of_sound_alone_a_part_of_the_file_is_loaded_and_no_tensor_of_it_is_left_out(tmp_path):
@@ -116,7 +119,7 @@ def test_a_manifest_that_names_a_file_outside_its_folder_is_refused(folder):
     write_checked(folder, manifest)
     assert "does not describe a weight set" in verify(folder)[0]
     with pytest.raises(UserError, match="does not describe a weight set"):
-        rank_path(folder, 0)
+        rankfiles.rank_path(folder, 0)
 
 
 # --- files that were damaged anyhow ---------------------------------------------------------------
@@ -162,9 +165,9 @@ def test_damaged_headers_and_manifests_are_refused_at_once_without_much_memory(f
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
     def read() -> None:
+        load_rank_file(rank, SHAPES, torch.float32)
         if problems := verify(folder):
             raise UserError(str(problems))
-        load_rank_file(rank, SHAPES, torch.float32)
 
     def check(chance: Random) -> None:
         path = chance.choice([rank, manifest])
@@ -199,3 +202,135 @@ def test_of_a_damaged_checkpoint_no_byte_is_read_twice_or_left_out(tiny, tmp_pat
         assert time.process_time() - began < SLOWEST
 
     on_random(check)
+
+
+# --- tensors of any file --------------------------------------------------------------------------
+
+VALUES = {
+    "bias": torch.arange(3, dtype=torch.bfloat16),
+    "empty": torch.empty(0, 4),
+    "flags": torch.tensor([True, False, True]),
+    "half": torch.arange(70, dtype=torch.float16).view(7, 10),
+    "scale": torch.tensor(2.0),
+    "long": torch.arange(999),
+    **{f"small.{number}": torch.full((1,), number % 256, dtype=torch.uint8) for number in range(1500)},
+}
+
+
+@pytest.fixture
+def stored(tmp_path):
+    """stored(tensors): an opened file of them."""
+
+    def file(**tensors: torch.Tensor) -> TensorFile:
+        save_file(tensors, tmp_path / "file.safetensors")
+        return TensorFile(tmp_path / "file.safetensors", "DOWNLOAD")
+
+    return file
+
+
+@pytest.mark.parametrize("group", [1, 100, 10_000])
+def test_all_tensors_are_read_as_they_were_written_and_may_be_replaced_in_place(stored, monkeypatch, group):
+    monkeypatch.setattr(tensorfile, "_GROUP_BYTES", group)
+    file = stored(**VALUES)
+    read = dict(file.tensors())
+    assert list(read) == list(file.shapes) and read.keys() == VALUES.keys()
+    for name, value in VALUES.items():
+        assert read[name].dtype == value.dtype and torch.equal(read[name], value), name
+        assert read[name].data_ptr() % 64 == 0 and read[name].is_contiguous()
+        read[name].fill_(1)
+    assert all((tensor == 1).all() for tensor in read.values())
+
+
+@pytest.mark.parametrize("populate", [tensorfile._POPULATE_READ, 9999], ids=["populate", "an older kernel"])
+def test_rows_that_begin_anywhere_are_read_and_mapped(stored, monkeypatch, populate):
+    monkeypatch.setattr(tensorfile, "_POPULATE_READ", populate)
+    values = randn(600, 1001)  # no whole number of pages
+    file = stored(a=values[0, :3].clone(), b=values)
+    for start, stop in ((0, 1), (0, 600), (7, 8), (1, 599), (599, 600), (3, 3)):
+        for read in (file.read, file.read_mapped):
+            assert torch.equal(read("b", start, stop), values[start:stop])
+
+
+@pytest.mark.parametrize("left", [mmap.PAGESIZE, mmap.PAGESIZE + 100, 0, -4], ids=str)
+def test_a_file_cut_short_meanwhile_is_an_error_that_names_it_and_leaves_no_thread(stored, left):
+    file = stored(a=randn(600, 1001))
+    threads = threading.active_count()
+    os.truncate(file.path, left if left >= 0 else file.size + left)
+    for read in (file.read, file.read_mapped, lambda _: dict(file.tensors())):
+        with pytest.raises(UserError, match="file.safetensors is not a whole .*: it ends .*within a tensor .*\n.*DOWN"):
+            read("a")
+    assert threading.active_count() == threads
+
+
+def test_a_tensor_read_into_memory_outlives_its_file(stored, monkeypatch):
+    file = stored(a=torch.ones(10_000))
+    # A file cut short would end a mapping with SIGBUS.
+    monkeypatch.setattr(mmap, "mmap", lambda *_, **__: pytest.fail("a mapping"))
+    tensor = file.read("a", 1, 9999)
+    os.truncate(file.path, 0)
+    assert torch.equal(tensor, torch.ones(9998))
+
+
+@pytest.mark.parametrize(("number", "damaged"), [(errno.EMFILE, False), (errno.EIO, True)])
+def test_what_the_machine_lacks_is_not_blamed_on_the_file(stored, monkeypatch, number, damaged):
+    file = stored(a=torch.ones(4))
+
+    def cannot(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(mmap, "mmap", cannot)
+    monkeypatch.setattr(os, "preadv", cannot)
+    for read in (file.read, file.read_mapped, lambda _: dict(file.tensors())):
+        with pytest.raises(UserError) as error:
+            read("a")
+        assert (str(error.value) == f"{file.path}: {os.strerror(number)}") is not damaged
+        assert ("DOWNLOAD" in str(error.value)) is damaged
+
+
+COUNT, MEGABYTE = 160, 10**6
+
+
+def test_loading_keeps_one_copy_in_memory_and_none_of_what_is_copied_to_a_device(tmp_path, monkeypatch):
+    path, size = save_weights(tmp_path, {"w": torch.zeros(1)}) / rank_file(0), 4 * MEGABYTE
+    manifest, entry = read_json(tmp_path / MANIFEST), {"dtype": "F32", "shape": [MEGABYTE]}
+    entries = {f"w{n}": entry | {"data_offsets": [size * n, size * (n + 1)]} for n in range(COUNT)}
+    text = json.dumps(entries).encode()
+    header = len(text).to_bytes(8, "little") + text
+    path.write_bytes(header)
+    os.truncate(path, len(header) + COUNT * size)  # sparse
+    manifest["files"][path.name]["header_blake3"] = blake3(header).hexdigest()
+    write_json(tmp_path / MANIFEST, manifest)
+    monkeypatch.setattr(tensorfile, "_GROUP_BYTES", 20 * MEGABYTE)
+
+    peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # noqa: E731
+
+    def load() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))  # fewer open files than tensors
+        file, before = TensorFile(path, ""), peak()
+        for _, tensor in file.tensors():
+            assert tensor.sum() == 0
+        # The group at hand, and three that are read ahead; 220 MB for the code depend on the system.
+        assert peak() - before < 4 * 20 * MEGABYTE + 220 * MEGABYTE
+        rank = SimpleNamespace(weights={}, weight_file=0, device=torch.device("cpu"))
+        kept = Rank._load_weights(rank, tmp_path, file.shapes, torch.float32)
+        assert kept.keys() == file.shapes.keys()
+        assert COUNT * size < peak() - before < 1.1 * COUNT * size + 200 * MEGABYTE
+
+    assert exit_code(forked(load)) == 0
+
+
+def test_a_tensor_in_an_unknown_dtype_is_refused_by_name_when_it_is_read(stored):
+    file = stored(a=torch.ones(4), b=torch.ones(4).to(torch.float8_e5m2))
+    assert torch.equal(file.read("a"), torch.ones(4))
+    for read in (file.read, file.read_mapped, file.prefetch, file.torch_dtype, lambda _: list(file.tensors())):
+        with pytest.raises(UserError, match="b is stored as F8_E5M2, which is not .*BF16(?s:.*)DOWN"):
+            read("b")
+
+
+@pytest.mark.parametrize("shape", [[-1, -4], [2.0, 2]], ids=str)
+def test_a_header_with_sizes_that_are_no_whole_numbers_is_refused(tmp_path, shape):
+    header = json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, 16]}}).encode()
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
+    with pytest.raises(UserError, match="sizes and offsets must be whole numbers"):
+        TensorFile(path, "")
