@@ -133,7 +133,7 @@ def test_while_a_prefetched_item_is_used_one_waits_and_the_next_is_made():
     numbers, taken = [], []
     with closing(prefetch(counted(6, numbers))) as items:
         for item in items:
-            time.sleep(0.02)  # of three: one is taken, one waits, one is made and finds no room
+            time.sleep(allowed(0.02))  # of three: one is taken, one waits, one is made and finds no room
             taken.append((item, max(numbers)))
     assert taken == [*zip(range(6), (2, 3, 4, 5, 5, 5), strict=True)] and numbers == [*range(6), -1]
     with closing(prefetch(1 // (2 - number) for number in range(5))) as items:

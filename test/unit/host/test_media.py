@@ -20,8 +20,6 @@ from ltx_neuron.host.video import write_video
 from ltx_neuron.job import Size
 from ltx_neuron.sampling.conditions import ReferenceAudio, ReferenceVideo, Retake, SoundCondition
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 # Containers round times: MP4's edit lists and Matroska to a millisecond.
 EXACT = 2e-3
 # An AAC packet's half: its encoder's quantisation spreads a click within a packet.
