@@ -15,7 +15,7 @@ from ltx_neuron.engine import preflight
 from ltx_neuron.engine.decode import Decoder
 from ltx_neuron.engine.resume import JobRun, restore_state, save_state
 from ltx_neuron.errors import UserError
-from ltx_neuron.host.encode_inputs import check, encode, mask_divides, token_weights
+from ltx_neuron.host.encode_inputs import check, encode, mask_divides
 from ltx_neuron.host.images import fill
 from ltx_neuron.host.media import Sound, read_sound
 from ltx_neuron.host.models import HostModels
@@ -44,13 +44,10 @@ def wav(path, samples, rate):
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """film: 25 frames of 64 x 96 with sound; mask: as many in grey, without; long: 89 frames."""
+    """film: 25 frames of 64 x 96 with sound; long: 89 frames."""
     folder = tmp_path_factory.mktemp("media")
     for name, count, size in (("film", 25, (64, 96)), ("long", 89, (32, 64))):
         write_video(folder / f"{name}.mp4", [picture_frames(count, *size, 3)], 24.0, lambda: tone(48000, 4.0), 48000)
-    x = torch.arange(96) * 2.5
-    grey = torch.stack([(x - 3 * number).clamp(0, 255) for number in range(25)]).byte()
-    write_film(folder / "mask.mp4", grey[:, None, :, None].repeat(1, 64, 1, 3))
     wav(folder / "sound.wav", tone(44100, 3.0), 44100)
     return folder
 
@@ -302,18 +299,6 @@ def test_references_and_masks_that_do_not_fit_are_refused_before_they_are_read(f
     ):
         with pytest.raises(UserError, match=message):
             check(job)
-
-
-def test_a_mask_weighs_the_tokens_of_all_references_in_order(files, host, tiny):
-    first, mask = ReferenceVideo(files / "film.mp4", 1.0, 25, 1, 2), AttentionMask(files / "mask.mp4", 0.6)
-    job = ic_lora(first, replace(first, strength=0.5), mask=mask)
-    tensors = checked(host, job)
-    weights = token_weights(pixels(mask.path, 64, 96, 25), (2, 2, 3)) * 0.6
-    assert torch.equal(tensors["reference_attention"], torch.cat([weights, weights], dim=1))
-    assert tensors.keys() == {"reference_latent", "reference_latent_1", "reference_attention"}
-    rounded = encode(HostModels(tiny.checkpoint, host.config, torch.bfloat16, host_dtype=torch.float32), job)
-    assert rounded.keys() == tensors.keys() and {tensor.dtype for tensor in rounded.values()} == {torch.bfloat16}
-    assert 1e-4 < rel(rounded["reference_attention"].float(), tensors["reference_attention"]) < 1e-2
 
 
 def test_a_mask_has_equally_many_frames_for_each_later_latent_frame():

@@ -98,37 +98,23 @@ def test_a_frames_colours_are_the_means_of_two_by_two_pixels_for_any_number_of_t
 
 def test_a_video_has_the_same_bytes_however_its_frames_and_sound_come_and_on_one_core(tmp_path):
     # 192 wide: no multiple of 128, so that x264's AVX-512 code would differ from run to run.
-    frames, order, path = clip(17, 128, 192), [], tmp_path / "out.mp4"
+    frames, path = clip(17, 128, 192), tmp_path / "out.mp4"
 
-    def write(lengths, *sound_is_ready) -> bytes:
-
-        def chunks():
-            for chunk in frames.split(lengths):
-                order.append("frames")
-                yield chunk
-
-        def sound():
-            order.append("sound")
-            return sine(33120)
-
-        write_video(path, chunks(), 24.0, sound, 48000, *sound_is_ready)
+    def write(lengths, sound_at: int = 1) -> bytes:
+        """The video of chunks of frames, whose sound is there with that chunk."""
+        polls = itertools.count(1)
+        write_video(path, frames.split(lengths), 24.0, lambda: sine(33120), 48000, lambda: next(polls) >= sound_at)
         return path.read_bytes()
 
-    def after(chunks: int):
-        """Whether the sound is there, which comes with a chunk."""
-        polls = itertools.count(1)
-        return lambda: next(polls) >= chunks
-
-    videos = [write(lengths, after(1)) for lengths in ((17,), (1, 9, 7), (1,) * 17)]
-    videos += [write((1,) * 17, after(chunks)) for chunks in (7, 17, 18)]
-    assert order[-18:] == 17 * ["frames"] + ["sound"]
+    videos = [write(lengths) for lengths in (17, (1, 9, 7), 1)] + [write(1, first) for first in (7, 17, 18)]
     cores = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, {min(cores)})
-        videos += [write((17,), after(1)) for _ in range(3)]
+        videos += [write(17) for _ in range(3)]
     finally:
         os.sched_setaffinity(0, cores)
-    assert len({*videos, write((17,))}) == 1
+    write_video(path, [frames], 24.0, lambda: sine(33120), 48000)
+    assert len({*videos, path.read_bytes()}) == 1
 
 
 def test_a_video_is_as_small_and_as_like_its_frames_as_with_upstreams_settings(tmp_path):

@@ -54,12 +54,11 @@ def by_spans(query: Tensor, key: Tensor, value: Tensor, kernel, kernel_of: str) 
     config = replace(config_of(), head_dim=head_dim, kernels=(kernel,))
     times = cut(sizes[0], config.span, kernel[0])
     found = []
-    near = neighbourhoods(config, 0, times, *sizes[1:])
-    for part, each in enumerate(near):
+    for part, near in enumerate(neighbourhoods(config, 0, times, *sizes[1:])):
         mine = slice(times.starts[part], times.starts[part] + times.size)
         keys = slice(times.windows[part], times.windows[part] + times.window)
-        given = query[:, mine], key[:, keys], value[:, keys]
-        found.append(neighbourhood_attention(*given, kernel, each, KERNELS[kernel_of]))
+        given = query[:, mine], key[:, keys], value[:, keys], kernel, near, KERNELS[kernel_of]
+        found.append(neighbourhood_attention(*given))
     return torch.cat([x[-new:] for x, new in zip(found, times.new, strict=True)])
 
 
@@ -125,14 +124,6 @@ def test_noise_has_the_bits_of_one_draw():
     shape = 3, 9, 32, 64
     wanted = torch.randn(1, *shape, generator=torch.Generator().manual_seed(SEED))[0]
     assert torch.equal(torch.stack([*diffusion.noise_frames(shape, SEED)], 1), wanted)
-
-
-def test_patches_hold_columns_before_rows():
-    frame = torch.arange(3 * 4 * 8).view(3, 4, 8).float()
-    features = diffusion.patches(frame, 4)
-    assert features.shape == (1, 2, 48)
-    assert features[0, 1].tolist() == frame[:, :, 4:].transpose(1, 2).flatten().tolist()
-    assert torch.equal(diffusion.unpatched(features, 4), frame)
 
 
 def test_bfloat16_is_near_float32_and_equal_seeds_give_equal_frames():

@@ -177,14 +177,6 @@ def test_a_config_without_a_part_computes_what_ltx_core_does_where_that_part_is_
     assert distance(theirs, whole) > SHOWS
 
 
-def test_tokens_held_at_full_strength_leave_a_step_as_they_are_in_the_clean_latent():
-    values = first_step(s := setting(job="image held"))
-    values["video_latent"][:, :PER_FRAME] = s.held.clean_latent[:, :PER_FRAME]
-    after = after_step(s, values)["video_latent"]
-    assert torch.equal(after[:, :PER_FRAME], s.held.clean_latent[:, :PER_FRAME])
-    assert rel(after[:, PER_FRAME:], values["video_latent"][:, PER_FRAME:]) > SHOWS
-
-
 def with_modulation(s: Setting, values, still=(False, False), audio_masks=None):
     """The values with the sigmas of streams of which some are frozen, and audio tokens of these masks."""
     sigmas = stream_sigmas(sigma_pairs(STAGE_2_SIGMAS, len(STAGE_2_SIGMAS) - 1), still)
@@ -259,14 +251,6 @@ def test_rows_that_no_step_and_no_token_chooses_change_no_bit():
     assert all(torch.equal(exact[name], wider[name]) for name in LATENTS)
 
 
-def test_every_input_of_the_blocks_reaches_the_latents():
-    values = first_step(s := setting())
-    before = after_step(s, values)
-    for taken in (f"{m}_{kind}" for m in STREAMS for kind in ("context", "cos", "sin", "cross_cos", "cross_sin")):
-        after = after_step(s, values | {taken: values[taken] * 0.5})
-        assert max(rel(after[name], before[name]) for name in LATENTS) > EQUAL, taken
-
-
 @pytest.mark.parametrize("stream", STREAMS)
 def test_tokens_that_move_with_their_positions_and_masks_keep_their_latents(stream):
     """The order of a stream's tokens is nowhere in the model but in its positions and masks."""
@@ -301,6 +285,7 @@ def test_an_ancestral_step_without_noise_is_eulers_and_noise_is_added_to_what_is
     values, ratio = first_step(s), STAGE_2_SIGMAS[1] / STAGE_2_SIGMAS[0]
     values["video_latent"][:, :PER_FRAME] = s.held.clean_latent[:, :PER_FRAME]
     euler = after_step(s, values)
+    assert torch.equal(euler["video_latent"][:, :PER_FRAME], values["video_latent"][:, :PER_FRAME])
     values |= {f"{stream}_noise": randn(*values[f"{stream}_latent"].shape, seed=6) for stream in STREAMS}
     values["ancestral"] = torch.tensor([[ratio, 1 - ratio, 1.0, 0.0, 1.0]] * 2)  # see signatures.ANCESTRAL
     without = after_step(s, values)

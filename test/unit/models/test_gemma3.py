@@ -168,13 +168,6 @@ def test_a_token_sees_no_later_one(setting):
     assert rel(before[:, -1:], after[:, -1:]) > SHOWS
 
 
-def test_layers_first_turns_the_released_matrix_into_one_matrix_per_layer():
-    released, states = randn(4, 6 * 5), randn(3, 6, 5, seed=1)  # a width of 6 and 5 layers
-    arranged = layers_first(released, 6)
-    summed = sum(states[..., layer] @ arranged[layer].T for layer in range(5))
-    assert arranged.shape == (5, 4, 6) and rel(summed, states.flatten(1) @ released.T) < EQUAL
-
-
 def test_embeddings_are_scaled_in_their_own_dtype():
     """In bf16 the release's sqrt(3840) = 61.97 is 62, as in transformers."""
     from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding

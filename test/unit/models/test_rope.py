@@ -29,17 +29,9 @@ SHOWS = 0.05  # a mean difference of cosines that no rounding makes: the angle i
 def ltx_tables(grid, max_pos, inner_dim, heads, middles=True):
     from ltx_core.model.transformer.rope import LTXRopeType, generate_freq_grid_np, precompute_freqs_cis
 
-    return precompute_freqs_cis(
-        grid,
-        dim=inner_dim,
-        out_dtype=torch.float32,
-        theta=THETA,
-        max_pos=list(max_pos),
-        use_middle_indices_grid=middles,
-        num_attention_heads=heads,
-        rope_type=LTXRopeType.SPLIT,
-        freq_grid_generator=generate_freq_grid_np,
-    )
+    how = {"rope_type": LTXRopeType.SPLIT, "freq_grid_generator": generate_freq_grid_np, "theta": THETA}
+    how |= {"use_middle_indices_grid": middles, "num_attention_heads": heads, "max_pos": list(max_pos)}
+    return precompute_freqs_cis(grid, dim=inner_dim, out_dtype=torch.float32, **how)
 
 
 def video_bounds(shape=LATENT, fps=FPS):

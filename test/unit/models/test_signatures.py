@@ -5,6 +5,7 @@ import json
 import math
 import zipfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import diffusion_vae
@@ -57,7 +58,6 @@ STATISTICS, ACTIVATIONS = 3, 8
 CONNECTOR_SUMS, GEMMA_SUMS = 5, 2  # of a layer
 CONTEXT = resolve("cpu", ("context_parallel=4",))
 RELEASED = transformer_config(released_config())
-MANY_HEADS = TinySizes(layers=1, heads=2 * TP)
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +65,7 @@ def manifests(tmp_path_factory):
     """Compiled programs by name. `released` has the full-size blocks: on the meta device they take no memory."""
     sizes, (_, config) = TinySizes(), made_config(TinySizes(layers=1))
     _, marked = made_config(TinySizes(layers=1), use_keyframes_abs_pos_embedding=True)
+    _, many_heads = made_config(TinySizes(layers=1, heads=2 * TP))
     gemma, tiny = read_config(tiny_gemma_config(sizes), Path("gemma")), tiny_config(sizes)
     decoder, small = video_decoder_config(tiny), (2, 3, 2)
     # Of the released kinds of stages one each: others differ in their sizes alone.
@@ -72,20 +73,16 @@ def manifests(tmp_path_factory):
     last_stages = replace(whole, **{name: getattr(whole, name)[-3:] for name in ("channels", "depths", "kernels")})
     last_stages = replace(last_stages, upsamplings=whole.upsamplings[-2:])
     vocoder, bwe = (replace(each, blocks=((3, (1,)),)) for each in (sound.vocoder, sound.bwe))
-
-    def step(config, bucket, blocks_per_graph=1, **options):
-        return dit_program(config, bucket, **common, blocks_per_graph=blocks_per_graph, **options)
-
+    common = dict(tp=TP, comm=TorchDistComm(TP), dtype=DTYPE)
+    step = partial(dit_program, blocks_per_graph=1, **common)
     compiled, folder = {}, tmp_path_factory.mktemp("graphs")
     with fake_process_group(CONTEXT.world_size(TP), groups=mesh.groups(CONTEXT, TP)):
-        common = dict(tp=TP, comm=TorchDistComm(TP), dtype=DTYPE)
-        context = registry.context(CONTEXT, TP)
         programs = {
             "released": step(RELEASED, BUCKET, attention="nki"),
-            "whole step": step(config, BUCKET, 0),
+            "whole step": step(config, BUCKET, blocks_per_graph=0),
             "guided": step(config, VOICED, attention="nki"),
             "held audio, a bias and NAG, ancestral, divided": step(marked, HELD, sequence_parallel=True),
-            "context parallel": step(made_config(MANY_HEADS)[1], GUIDED, context=context),
+            "context parallel": step(many_heads, GUIDED, context=registry.context(CONTEXT, TP)),
             "gemma3": gemma3_program(gemma, config, 128, states=True, **common),
             "connectors": connector_program(config, **common),
             "video decoder": tile_program(video_decoder_config(released_config()), small, DTYPE),
@@ -236,27 +233,19 @@ def test_a_manifest_reads_back_as_the_program_it_was_written_for(manifests):
             assert (tuple(described["inputs"]), tuple(described["outputs"])) == (inputs, outputs)
             assert described["parameters"] == {n: list(p.shape) for n, p in module.named_parameters()}
         assert name != "guided" or manifest.weights() == manifests["whole step"][0].weights()  # one set of rank files
-        assert manifest.weights() == {
-            weight_name(parameter, first): tuple(tensor.shape)
-            for calls in program.runs.values()
-            for graph, first in calls
-            for parameter, tensor in program.graphs[graph].module.named_parameters()
-        }
+        assert manifest.weights() == program.weights()
 
 
 @pytest.mark.parametrize("make", [torch.arange, torch.zeros, torch.rand])
 def test_a_graph_that_makes_a_tensor_of_its_own_is_refused(make, tmp_path):
     class Planted(torch.nn.Module):
         def forward(self, inputs):
-            x = inputs["video_hidden"]
-            made = x + make(x.shape[-1], device=x.device).to(x.dtype)
-            return {"video_hidden": made, "audio_hidden": inputs["audio_hidden"] * 1}
+            x = inputs["x"]
+            return {"x": x + make(x.shape[-1], device=x.device).to(x.dtype)}
 
-    with fake_process_group(TP):
-        program = dit_program(made_config()[1], BUCKET, TP, TorchDistComm(TP), DTYPE, blocks_per_graph=1)
-        program.modules["blocks"] = Planted()
-        with pytest.raises(RuntimeError, match=rf"makes a constant tensor \(aten\.{make.__name__}\.default\)"):
-            compile_program(program, tmp_path, {}, DTYPE)
+    runs, fields = {"main": (("planted", 0),)}, {"x": Field((2, 3), DTYPE)}
+    with pytest.raises(RuntimeError, match=rf"makes a constant tensor \(aten\.{make.__name__}\.default\)"):
+        compile_program(Program({"planted": Planted()}, runs, fields, {}, DTYPE), tmp_path, {}, DTYPE)
     assert not (tmp_path / MANIFEST).exists()
 
 

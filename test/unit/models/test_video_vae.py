@@ -1,6 +1,7 @@
 """The video decoder and encoder of the ranks against ltx-core's, and the tiles that they are given."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -134,48 +135,33 @@ def test_tiles_that_ltx_core_would_not_take_are_refused(setting):
         resolve("cpu", (setting,))
 
 
-class Seen:
-    """Decodes tiles with ltx-core's decoder, and notes how many at a time and of which shape."""
-
-    def __init__(self):
-        self.decoder, self.calls = ltx_vae("decoder", decoder_base_channels=2), []
-
-    def __call__(self, latents: list[Tensor]) -> list[Tensor]:
-        (shape,) = {tuple(latent.shape[2:]) for latent in latents}
-        self.calls.append((len(latents), shape))
-        return [self.decoder(latent) for latent in latents]
-
-
 @pytest.mark.parametrize("at_once", [1, 4])
 def test_tiles_decoded_together_make_the_frames_of_ltx_cores_tiled_decode(at_once):
     # Borders in rows, columns and time; the last tiles are smaller.
     config = TilingConfig(SpatialTilingConfig(64, 32), TemporalTilingConfig(24, 8))
-    latent, seen = randn(1, 128, 6, 2, 4), Seen()
-    chunks = TiledDecoder(seen, at_once).tiled_decode(latent, config)
-    first = next(chunks)
-    tiles = seen.decoder._prepare_tiles(latent, config)
-    assert sum(count for count, _ in seen.calls) < len(tiles)  # frames come before the last tiles are decoded
-    chunks, wanted = [first, *chunks], list(seen.decoder.tiled_decode(latent, config))
+    latent, decoder, counts = randn(1, 128, 6, 2, 4), ltx_vae("decoder", decoder_base_channels=2), []
+
+    def decode(latents: list[Tensor]) -> list[Tensor]:
+        counts.append(len(latents))
+        assert len({latent.shape for latent in latents}) == 1
+        return [decoder(latent) for latent in latents]
+
+    chunks = TiledDecoder(decode, at_once).tiled_decode(latent, config)
+    first, tiles = next(chunks), decoder._prepare_tiles(latent, config)
+    assert sum(counts) < len(tiles)  # frames come before the last tiles are decoded
+    chunks, wanted = [first, *chunks], list(decoder.tiled_decode(latent, config))
     assert len(chunks) == len(wanted) > 1
     assert all(torch.equal(got, want) for got, want in zip(chunks, wanted, strict=True))
-    assert sum(count for count, _ in seen.calls) == len(tiles)
-    assert max(count for count, _ in seen.calls) == at_once
+    assert sum(counts) == len(tiles) and max(counts) == at_once
 
 
 def test_tiles_of_one_shape_are_encoded_together_and_keep_their_order():
-    calls = []
+    calls, tiles = [], [randn(1, 3, 9, 32, columns, seed=columns) for columns in (64, 32, 64)]
 
-    class Encoding(RankEncoder):
-        """Encodes tiles with a function; notes how many it gets together, and of which program."""
+    def run(program, output, parts):
+        calls.append((program, len(parts)))
+        return [part["tile_pixels"].mean((2, 3, 4)) for part in parts]
 
-        def __init__(self):
-            pass
-
-        def _run(self, program, output, parts, sequence="main", **constants):
-            calls.append((program, len(parts)))
-            return [part["tile_pixels"].mean((2, 3, 4)) for part in parts]
-
-    tiles = [randn(1, 3, 9, 32, columns, seed=columns) for columns in (64, 32, 64)]
-    latents = Encoding()(tiles)
+    latents = RankEncoder.__call__(SimpleNamespace(_run=run), tiles)
     assert calls == [("encoder-9x32x64", 2), ("encoder-9x32x32", 1)]
     assert all(torch.equal(got, tile.mean((2, 3, 4))) for got, tile in zip(latents, tiles, strict=True))
