@@ -7,9 +7,10 @@ from functools import cache
 from itertools import groupby
 
 import pytest
-from helpers import picture_frames, rel, rewrite, write_film
+import torch
+from helpers import picture_frames, randn, rel, rewrite, write_film
 from jobs import replace
-from rank_decoding import CLIPS, FRAME_COUNTS, JOBS, ON_RANKS, SOUND, check_frames, frames_of, opened, prepared
+from rank_decoding import CLIPS, JOBS, ON_RANKS, SOUND, decoding, frames_of, opened, prepared
 from rank_decoding import same_threads as same_threads
 
 from ltx_neuron.artifacts import build
@@ -18,16 +19,27 @@ from ltx_neuron.backends.torchdist.host import TorchDistRanks
 from ltx_neuron.engine.preflight import RunOptions
 from ltx_neuron.engine.run import Engine
 from ltx_neuron.errors import UserError
+from ltx_neuron.host.tiles import cut, tiling
 from ltx_neuron.plan import CoreMemory
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.conditions import Retake
 
 ON = RunOptions(neuron_vae=True)
 ENCODED = 1e-5  # convolutions and norms sum in another order
+FRAME_COUNTS = 1  # frames are cut to whole numbers
+COLOURS = 10  # the standard deviation of frames that are not all of one colour
 
 
 def test_frames_are_the_host_decoders(tiny, artifacts):
-    check_frames(opened(tiny, artifacts, 2), *CLIPS)
+    workspace = opened(tiny, artifacts, 2)
+    with decoding(workspace, *(clip for clip, _ in CLIPS.values())) as made:
+        for name, (clip, tiles) in CLIPS.items():
+            assert len(cut(clip, tiling(workspace.profile))) == tiles, name
+            latent = randn(1, 128, *clip)
+            wanted, got = (frames_of(made.host.decode_video(latent, tiles)) for tiles in (None, made.tiles))
+            assert got.shape == wanted.shape and got.dtype == torch.uint8, name
+            assert (got.int() - wanted.int()).abs().max() <= FRAME_COUNTS, name
+            assert wanted.float().std() > COLOURS, name
 
 
 class Phases(Recorder):

@@ -27,19 +27,15 @@ TOGETHER = 512 / 48000
 RETAKEN = partial(make_job, "", Size(64, 96, 33))
 
 
-@pytest.fixture(scope="module")
-def film(tmp_path_factory):
-    """25 frames of 96 x 64 at 24 fps with their sound in AAC."""
-    path = tmp_path_factory.mktemp("film") / "film.mp4"
-    write_video(path, [picture_frames(25, 64, 96, 3)], 24.0, lambda: tone(48000, 25 / 24), 48000)
-    return path
-
-
 # An encoder's samples, their full scale, and numpy's kind. The silence of u8 is 128.
 @pytest.mark.parametrize(
     "codec, format, scale, kind",
-    [("s16le", "s16", 2**15, np.int16), ("s32le", "s32", 2**31, np.int32), ("f32le", "flt", 1, np.float32)]
-    + [("u8", "u8", 2**7, np.uint8)],
+    [
+        ("s16le", "s16", 2**15, np.int16),
+        ("s32le", "s32", 2**31, np.int32),
+        ("f32le", "flt", 1, np.float32),
+        ("u8", "u8", 2**7, np.uint8),
+    ],
 )
 def test_samples_of_any_format_are_those_that_were_written(tmp_path, codec, format, scale, kind):
     silence = 128 if format == "u8" else 0
@@ -55,17 +51,18 @@ def test_samples_of_any_format_are_those_that_were_written(tmp_path, codec, form
 MATRICES = {(1, 0, 0, 1): 0, (0, -1, 1, 0): 1, (0, 1, -1, 0): 3, (-1, 0, 0, -1): 2}
 
 
-@pytest.mark.parametrize("matrix", MATRICES)
-def test_a_video_is_taken_as_it_is_shown_and_as_it_is_stored_on_request(film, tmp_path, matrix):
-    (tmp_path / "phone.mp4").write_bytes(film.read_bytes())
-    path, stored, turns = turned(tmp_path / "phone.mp4", matrix), list(first_frames(film, "")), MATRICES[matrix]
-    assert footage(path, "") == Size(*(96, 64) if turns % 2 else (64, 96), 25, 24.0)
-    assert np.array_equal(list(first_frames(path, "")), np.rot90(stored, turns, axes=(1, 2)))
-    assert footage(path, "", upright=False) == Size(64, 96, 25, 24.0)
-    assert np.array_equal(list(first_frames(path, "", upright=False)), stored)
+def test_a_video_is_taken_as_it_is_shown_and_as_it_is_stored_on_request(tmp_path):
+    write_video(path := tmp_path / "phone.mp4", [picture_frames(25, 64, 96, 3)], 24.0, None, 48000)
+    content, stored = path.read_bytes(), list(first_frames(path, ""))
+    for matrix, turns in MATRICES.items():
+        path.write_bytes(content)
+        assert footage(turned(path, matrix), "") == Size(*(96, 64) if turns % 2 else (64, 96), 25, 24.0)
+        assert np.array_equal(list(first_frames(path, "")), np.rot90(stored, turns, axes=(1, 2)))
+        assert footage(path, "", upright=False) == Size(64, 96, 25, 24.0)
+        assert np.array_equal(list(first_frames(path, "", upright=False)), stored)
 
 
-def test_a_file_that_cannot_be_read_is_refused_by_its_flag(film, tmp_path):
+def test_a_file_that_cannot_be_read_is_refused_by_its_flag(tmp_path):
     (tmp_path / "text.mp4").write_text("no film")
     for name in ("text.mp4", "missing.mp4", "."):
         for read in (read_sound, footage):

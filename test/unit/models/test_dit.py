@@ -3,16 +3,15 @@
 import dataclasses
 import math
 import re
-from functools import cache
 from typing import NamedTuple
 
 import helpers
 import pytest
 import torch
 from golden.patches import later_semantics
-from helpers import SIZES, STREAMS, Held, ltx_model, made_config, randn, rel, run_program, step_inputs, step_number
+from helpers import SIZES, STREAMS, Held, made_config, randn, rel, run_program, step_inputs, step_number
 from helpers import one_thread as one_thread
-from steps import AUDIO_TOKENS, EQUAL, FPS, SHAPE, SHOWS, distance, ltx_loop, ltx_state
+from steps import AUDIO_TOKENS, EQUAL, FPS, SHAPE, SHOWS, distance, ltx_loop, ltx_state, model_of
 
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.models import attention, dit
@@ -41,13 +40,6 @@ class Setting(NamedTuple):
     weights: dict
     positions: torch.Tensor
     held: Held
-
-
-@cache
-def model_of(name):
-    content, config = made_config(SIZES[name])
-    model = ltx_model(content)
-    return model, config, model.state_dict()
 
 
 def setting(name="4 heads of 8", job="text to video") -> Setting:
@@ -167,7 +159,7 @@ def test_cross_sigma_is_the_audio_video_modulation_of_1_0_0_which_differs_where_
 def test_a_config_without_a_part_computes_what_ltx_core_does_where_that_part_is_zero(flag, gone):
     s = setting()
     whole = ltx_latents(s, step_values(s))
-    zeroed, _, weights = model_of.__wrapped__("4 heads of 8")
+    zeroed, _, weights = model_of.__wrapped__()
     for name in [name for name in weights if re.search(gone, name)]:
         zeroed.get_parameter(name).zero_()
         del weights[name]

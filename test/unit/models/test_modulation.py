@@ -1,11 +1,10 @@
 """The modulation table's rows are the outputs of ltx-core's AdaLN modules."""
 
-from functools import cache
-
 import pytest
 import torch
-from helpers import SIZES, STREAMS, fp32_bound, ltx_model, made_config, rel
+from helpers import SIZES, STREAMS, fp32_bound, rel
 from helpers import one_thread as one_thread
+from steps import model_of
 
 from ltx_neuron.engine.residency import _REMEMBERED_TABLES, ModulationTables
 from ltx_neuron.models.modulation import (
@@ -25,13 +24,6 @@ SIGMAS = torch.tensor(DISTILLED_SIGMAS[:-1])
 MASKS = torch.tensor([1.0, 0.0, 0.3])
 SHOWS = 0.05  # rows of another timestep
 GATE_MULTIPLIER = 250.0  # unlike the release's 1000, which would hide a gate that ignores it
-
-
-@cache
-def model_of(name="4 heads of 8", **overrides):
-    content, config = made_config(SIZES[name], **overrides)
-    model = ltx_model(content)
-    return model, config, model.state_dict()
 
 
 def adaln(module, timestep):
