@@ -17,7 +17,7 @@ from ltx_neuron.engine.decode import Decoder
 from ltx_neuron.engine.resume import JobRun
 from ltx_neuron.errors import UserError
 from ltx_neuron.host import diffusion
-from ltx_neuron.host.diffusion import neighbourhoods, rope_table
+from ltx_neuron.host.diffusion import neighbourhoods
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Size
 from ltx_neuron.models import diffusion_decoder
@@ -71,17 +71,6 @@ def test_every_token_attends_to_its_neighbours_and_to_no_others(sizes, kernel, k
     given = [randn(2, *sizes, 8, seed=seed) for seed in range(3)]
     got, wanted = by_spans(*given, kernel, kernel_of), attended(*given, kernel)
     assert rel(got, wanted) < FP32
-
-
-def test_rotated_scores_depend_on_distances_alone():
-    sizes, head_dim = (9, 6, 5), 16
-    tables = [rope_table(n + 3, d) for n, d in zip(sizes, config_of().rope_split, strict=True)]
-    query, key, scores = randn(1, *sizes, head_dim), randn(1, *sizes, head_dim, seed=1), []
-    for shift in (0, 3):
-        moved = [table[:, shift : shift + n] for table, n in zip(tables, sizes, strict=True)]
-        turned = (rotate(x, *moved).flatten(0, 3) for x in (query, key))
-        scores.append(torch.mm(*(x if n == 0 else x.T for n, x in enumerate(turned))))
-    assert rel(*scores) < FP32
 
 
 def test_a_span_s_rotation_is_exact_where_products_of_float32_are_not(monkeypatch):

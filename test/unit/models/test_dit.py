@@ -15,7 +15,7 @@ from steps import AUDIO_TOKENS, EQUAL, FPS, SHAPE, SHOWS, distance, ltx_loop, lt
 
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.models import attention, dit
-from ltx_neuron.models.modulation import AV_GATE, modulation_table
+from ltx_neuron.models.modulation import modulation_table
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import dit_program
 from ltx_neuron.sampling.conditions import ImageCondition
@@ -262,16 +262,6 @@ def test_tokens_that_move_with_their_positions_and_masks_keep_their_latents(stre
     assert rel(unmoved[own], before[own][:, order]) > SHOWS
 
 
-@pytest.mark.parametrize("job", ["text to video", "image held"])
-def test_a_step_of_no_length_leaves_the_latents_and_half_a_step_to_zero_is_half_of_the_way(job):
-    values = step_values(s := setting(job=job), (0.7, 0.7, 0.7, 0.0))
-    still, ended = (after_step(s, values | step_number(n)) for n in (0, 2))
-    half = after_step(s, step_values(s, (0.7, 0.35)) | step_number(0))
-    for name in LATENTS:
-        assert rel(still[name], values[name]) < EQUAL
-        assert rel(half[name], (values[name] + ended[name]) / 2) < EQUAL
-
-
 def test_an_ancestral_step_without_noise_is_eulers_and_noise_is_added_to_what_is_not_held():
     s = setting(job="image held")
     values, ratio = first_step(s), STAGE_2_SIGMAS[1] / STAGE_2_SIGMAS[0]
@@ -288,25 +278,6 @@ def test_an_ancestral_step_without_noise_is_eulers_and_noise_is_added_to_what_is
         assert rel(without[name], euler[name]) < EQUAL
         assert torch.equal(noisy[name][:, :held], values[name][:, :held])
         assert rel((noisy[name] - without[name])[:, held:], noise[:, held:]) < EQUAL
-
-
-@pytest.mark.parametrize("stream", STREAMS)
-def test_without_its_gate_a_stream_hears_nothing_of_the_other(stream):
-    """The gate's row of the modulation table is zero, and its learned entry too."""
-    s = setting()
-    weights = {name: tensor.clone() for name, tensor in s.weights.items()}
-    for name, tensor in weights.items():
-        if name.endswith(f"scale_shift_table_a2v_ca_{stream}"):
-            tensor[AV_GATE.entry] = 0
-    values = first_step(s)
-    other = f"{OTHER[stream]}_latent"
-    changed = {other: 2 * values[other]}
-    with_gate = [after_step(s, values | more)[f"{stream}_latent"] for more in ({}, changed)]
-    assert rel(*with_gate) > EQUAL
-    values[f"{stream}_modulation"][:, :, AV_GATE.rows] = 0
-    before, after = (after_step(s, values | more, weights) for more in ({}, changed))
-    assert torch.equal(after[f"{stream}_latent"], before[f"{stream}_latent"])
-    assert rel(after[other], before[other]) > SHOWS
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

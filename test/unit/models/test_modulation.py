@@ -16,7 +16,6 @@ from ltx_neuron.models.modulation import (
     SELF_ATTENTION,
     host_weights,
     modulation_table,
-    sinusoid,
 )
 from ltx_neuron.sampling.schedules import DISTILLED_SIGMAS
 
@@ -97,14 +96,6 @@ def test_weights_in_bf16_are_widened_not_the_timestep_narrowed():
     narrow = {name: weight.bfloat16() for name, weight in weights.items()}
     wide = {name: weight.float() for name, weight in narrow.items()}
     assert torch.equal(*(modulation_table(each, config, "video", SIGMAS, MASKS) for each in (narrow, wide)))
-
-
-def test_the_sinusoid_is_ltx_cores_cosines_first():
-    from ltx_core.model.transformer.timestep_embedding import Timesteps
-
-    timesteps = torch.tensor([0.0, 421.875, 909.375, 1000.0])
-    theirs = Timesteps(256, flip_sin_to_cos=True, downscale_freq_shift=0)
-    assert torch.equal(sinusoid(timesteps), theirs(timesteps))
 
 
 class Read(dict):
