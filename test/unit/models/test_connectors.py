@@ -27,13 +27,10 @@ COUNTS = [1, 128, 700, 1024]  # tokens of a prompt: one, as many as registers, m
 @cache
 def models(name="4 heads of 8", **overrides):
     """ltx-core's connector of each stream with random fp32 weights, and our config."""
-    from ltx_core.text_encoders.gemma.embeddings_connector import (
-        AudioEmbeddings1DConnectorConfigurator,
-        Embeddings1DConnectorConfigurator,
-    )
+    from ltx_core.text_encoders.gemma import embeddings_connector as ltx
 
     content, config = made_config(SIZES[name], **overrides)
-    configurators = Embeddings1DConnectorConfigurator, AudioEmbeddings1DConnectorConfigurator
+    configurators = ltx.Embeddings1DConnectorConfigurator, ltx.AudioEmbeddings1DConnectorConfigurator
     models = (randomised(configurator.from_config(content), seed) for seed, configurator in enumerate(configurators))
     return dict(zip(STREAMS, models, strict=True)), config
 

@@ -7,16 +7,8 @@ from helpers import one_thread as one_thread
 from steps import model_of
 
 from ltx_neuron.engine.residency import _REMEMBERED_TABLES, ModulationTables
-from ltx_neuron.models.modulation import (
-    A2V,
-    AV_GATE,
-    EMBEDDED_TIMESTEP,
-    MODULATION_ROWS,
-    PROMPT,
-    SELF_ATTENTION,
-    host_weights,
-    modulation_table,
-)
+from ltx_neuron.models import modulation
+from ltx_neuron.models.modulation import A2V, AV_GATE, MODULATION_ROWS, host_weights, modulation_table
 from ltx_neuron.sampling.schedules import DISTILLED_SIGMAS
 
 SIGMAS = torch.tensor(DISTILLED_SIGMAS[:-1])
@@ -40,11 +32,11 @@ def ltx_rows(model, stream, sigma, mask, gate_factor=1.0, cross_sigma=False):
     gates, _ = adaln(getattr(model, f"av_ca_{gate}_gate_adaln_single"), full * gate_factor)
     prompt, _ = adaln(getattr(model, f"{prefix}prompt_adaln_single"), full)
     return {
-        SELF_ATTENTION.row: rows,
+        modulation.SELF_ATTENTION.row: rows,
         A2V.row: cross,
         AV_GATE.row: gates,
-        PROMPT.row: prompt,
-        EMBEDDED_TIMESTEP.row: embedded[None],
+        modulation.PROMPT.row: prompt,
+        modulation.EMBEDDED_TIMESTEP.row: embedded[None],
     }
 
 
