@@ -21,9 +21,8 @@ MIRROR = (-1, 0, 0, 1)
 
 def picture(sides: tuple[int, int], white: bool) -> np.ndarray:
     frame = np.full((*sides, 3), 235 if white else 16, np.uint8)
-    if not white:
-        top = (sides[0] - BOX) // 2
-        frame[top : top + BOX, LEFT : LEFT + BOX] = 120
+    top = (sides[0] - BOX) // 2
+    frame[top : top + BOX, LEFT : LEFT + BOX] = 235 if white else 120
     return frame
 
 
@@ -108,12 +107,11 @@ def first_loud(samples: np.ndarray) -> int | None:
 
 class Seen(NamedTuple):
     """What a player shows: seconds of flash and click in the file's own time, the number of frames, the height and
-    width of a frame and of the box, and whether the box is on the left."""
+    width of the box, and whether it is on the left."""
 
     flash: float | None
     click: float | None
     frames: int
-    sides: tuple[int, int]
     box: tuple[float, ...]
     left: bool
 
@@ -127,10 +125,10 @@ def seen(path: Path) -> Seen:
     with av.open(str(path)) as file, suppress(av.error.FFmpegError):  # of a file that is cut off
         for frame in file.decode(video=0):
             pixels, frames = frame.to_ndarray(format="rgb24"), frames + 1
-            if pixels.mean() > 150:
-                flash = frame.time if flash is None else flash
-            else:
+            if pixels.mean() <= 150:
                 dark = pixels
+            elif flash is None:
+                flash = frame.time
     with av.open(str(path)) as file:
         for frame in file.decode(audio=0) if file.streams.audio else ():
             samples = frame.to_ndarray().astype(np.float32)
@@ -143,8 +141,7 @@ def seen(path: Path) -> Seen:
     rows, columns = (np.nonzero((grey > 60).any(axis))[0] for axis in (1, 0))
     middle = grey[int(rows.mean())], grey[:, int(columns.mean())]
     box = tuple(float((line - 16.0).sum() / 104) for line in reversed(middle))  # also of blurred edges
-    left = bool(columns.mean() < dark.shape[1] / 2)
-    return Seen(flash, click, frames, dark.shape[:2], box, left)
+    return Seen(flash, click, frames, box, bool(columns.mean() < dark.shape[1] / 2))
 
 
 def run_printed(message: str, folder: Path) -> Path:

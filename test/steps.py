@@ -1,7 +1,9 @@
 """A stage so small that ltx-core steps through it as well: what tests of a step compare with."""
 
+from functools import cache
+
 import torch
-from helpers import STREAMS, block_summands, fp32_bound, rel
+from helpers import SIZES, STREAMS, block_summands, fp32_bound, ltx_model, made_config, rel
 from torch import Tensor
 
 SHAPE, FPS, AUDIO_TOKENS = (3, 2, 3), 24.0, 18
@@ -9,6 +11,14 @@ SHAPE, FPS, AUDIO_TOKENS = (3, 2, 3), 24.0, 18
 # what the model predicts, and add nothing to it
 EQUAL = fp32_bound(*block_summands(80) * 3)
 SHOWS = 1e-3  # fifty times that and more: what a wrong timestep, sigma, mask or bias changes
+
+
+@cache
+def model_of(name: str = "4 heads of 8", **changes):
+    """ltx-core's random model of a size, our config of it, and its weights."""
+    content, config = made_config(SIZES[name], **changes)
+    model = ltx_model(content)
+    return model, config, model.state_dict()
 
 
 def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:

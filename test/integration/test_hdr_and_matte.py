@@ -11,7 +11,7 @@ import av
 import numpy as np
 import OpenEXR
 import torch
-from conftest import QUICK
+from conftest import QUICK, words
 from helpers import picture_frames, randn, rel, run_program, write_film
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -40,9 +40,6 @@ TO_AP1 = [
 ]
 
 
-# --- the rules, in numpy and in a loop ------------------------------------------------------------
-
-
 def encoded(light: np.ndarray) -> np.ndarray:
     """ACEScct of light in AP1."""
     log = (np.log2(np.maximum(light, 1e-12)) + 9.72) / 17.52
@@ -60,10 +57,6 @@ def linear(display: np.ndarray) -> np.ndarray:
     return light @ np.array(TO_AP1).T
 
 
-def tokens(latent: torch.Tensor) -> torch.Tensor:
-    return latent[0].flatten(1).T[None]
-
-
 class Loop:
     """The clip's tokens, then appended ones, and their steps. fps: of the positions."""
 
@@ -74,22 +67,19 @@ class Loop:
             down, up = (merged[f"diffusion_model.{layer}.lora_{part}.weight"] for part in "AB")
             # In bfloat16, as upstream merges.
             self.weights[f"{layer}.weight"] = (stored[f"{PREFIX}{layer}.weight"] + up @ down).float()
-        self.config, self.shape, self.fps = workspace.transformer, shape, fps
+        self.config, self.fps = workspace.transformer, fps
         self.parts: list[tuple] = []  # tokens, masks, marks, positions of each
-        frames = shape[0]
-        self.times = [(0, 1), *((8 * k - 7, 8 * k + 1) for k in range(1, frames))]
-        plane = torch.arange(frames).repeat_interleave(shape[1] * shape[2]) == 0
-        self.append(torch.zeros(1, 128, *shape), self.times, 1.0, plane.float()[:, None])
+        self.times = [(0, 1), *((8 * k - 7, 8 * k + 1) for k in range(1, shape[0]))]
+        self.append(torch.zeros(1, 128, *shape), self.times, 1.0)
+        self.parts[0][2][: shape[1] * shape[2]] = 1.0  # the first frame is marked
 
-    def append(self, latent, times, mask: float, marked=0.0) -> None:
+    def append(self, latent, times, mask: float, marked: float = 0.0) -> None:
         """Tokens with these times in frames, held but for `mask`."""
-        count = tokens(latent).shape[1]
-        rows, columns = latent.shape[-2:]
+        tokens, (rows, columns) = latent[0].flatten(1).T, latent.shape[-2:]
         grid = [(16 + 32 * y, 16 + 32 * x) for y in range(rows) for x in range(columns)]
         seconds = (torch.tensor(times, dtype=torch.float32) / self.fps).sum(1) / 2
         places = torch.tensor([[second, *at] for second in seconds for at in grid])
-        filled = (torch.full((count, 1), value) if isinstance(value, float) else value for value in (mask, marked))
-        self.parts.append((tokens(latent)[0], *filled, places))
+        self.parts.append((tokens, *(torch.full((len(tokens), 1), value) for value in (mask, marked)), places))
 
     def run(self, sigmas, seed: int, context) -> torch.Tensor:
         """The tokens (1, T, 128) at the end."""
@@ -101,27 +91,15 @@ class Loop:
         noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(seed))
         x = mask * noise + (1 - mask) * clean
         for sigma, after in zip(sigmas, sigmas[1:], strict=False):
-            values = {
-                "step": torch.zeros(1, dtype=torch.int32),
-                "step_numbers": torch.zeros(1, dtype=torch.int32),
-                "sigmas": torch.tensor([[[sigma, 0.0], [sigma, sigma]]]),
-                "video_modulation": modulation_table(
-                    self.weights, self.config, "video", torch.tensor([sigma]), masks, False, torch.tensor([sigma])
-                ),
-                "video_context": context,
-                "timestep_mask": (mask == masks).float(),
-                "denoise_mask": mask,
-                "clean_latent": clean,
-                "keyframes_mask": marked,
-                "video_latent": x,
-                **rope_tables(self.config, places, audio_positions(0)),
-            }
+            now, zero = torch.tensor([sigma]), torch.zeros(1, dtype=torch.int32)
+            values = {"step": zero, "step_numbers": zero, "sigmas": torch.tensor([[[sigma, 0.0], [sigma, sigma]]])}
+            values["video_modulation"] = modulation_table(self.weights, self.config, "video", now, masks, False, now)
+            values |= {"video_context": context, "timestep_mask": (mask == masks).float(), "denoise_mask": mask}
+            values |= {"clean_latent": clean, "keyframes_mask": marked, "video_latent": x}
+            values |= rope_tables(self.config, places, audio_positions(0))
             x0 = run_program(program, self.weights, values)["video_latent"]  # held tokens are restored
             x = x0 + (x - x0) * (after / sigma)
         return x
-
-
-# --- runs -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -141,13 +119,12 @@ def home(split, tmp_path_factory):
     return folder
 
 
-def run(home, split, artifacts, recipe: str, *words: object) -> dict[str, torch.Tensor]:
+def run(home, split, artifacts, recipe: str, **flags: object) -> dict[str, torch.Tensor]:
     """The tensors of a job with the adapter."""
-    common = ["--checkpoint-path", split.folder, "--artifacts-dir", artifacts, "--profile", "cpu", "--recipe", recipe]
-    common += ["--tp-degree", 1, "--dtype", "float32", "--ic-lora", home / "hdr.safetensors"]
-    common = [*map(str, [*common, *(w for setting in QUICK for w in ("--profile-set", setting)), *words])]
-    dispatch(["prepare", *common])
-    dispatch(["generate", *common, "--save-tensors", str(home / "tensors.safetensors")])
+    flags |= {"checkpoint_path": split.folder, "artifacts_dir": artifacts, "profile": "cpu", "profile_set": QUICK}
+    flags |= {"recipe": recipe, "tp_degree": 1, "dtype": "float32", "ic_lora": home / "hdr.safetensors"}
+    dispatch(["prepare", *words(**flags)])
+    dispatch(["generate", *words(**flags, save_tensors=home / "tensors.safetensors")])
     return load_file(home / "tensors.safetensors")
 
 
@@ -162,8 +139,8 @@ def planes(latent: torch.Tensor, rows: int = 2, columns: int = 3) -> torch.Tenso
 
 @torch.no_grad()
 def test_hdr_equals_the_loop_and_ships_its_light_as_exr_and_hlg(home, split, artifacts, capsys):
-    words = ["--text-embeddings", home / "texts.safetensors", "--output-path", home / "out.mp4"]
-    got = run(home, split, artifacts, "distilled", *words, "--video-conditioning", home / "in.mkv", 1.0)
+    files = {"text_embeddings": home / "texts.safetensors", "output_path": home / "out.mp4"}
+    got = run(home, split, artifacts, "distilled", **files, video_conditioning=((home / "in.mkv", 1.0),))
     workspace, host = host_of(split, artifacts, split.distilled)
     with av.open(str(home / "in.mkv")) as film:
         shown = np.stack([frame.to_ndarray(format="rgb24") for frame in film.decode(video=0)])
@@ -207,9 +184,9 @@ def test_a_folder_of_exr_files_is_generated_at_twice_its_frames_in_high_quality(
     plate = np.random.default_rng(0).random((9, 64, 64, 3)) * 1.5
     for number, picture in enumerate(plate):
         OpenEXR.File({}, {"RGB": picture.astype(np.float32)}).write(str(folder / f"plate.{number:04d}.exr"))
-    words = ["--text-embeddings", home / "texts.safetensors", "--output-path", home / "hq.mp4"]
-    words += ["--input-colorspace", "acescg", "--frame-rate", 24, "--exr-colorspace", "acescct", "--high-quality"]
-    got = run(home, split, artifacts, "distilled", *words, "--video-conditioning", folder, 1.0)
+    files = {"text_embeddings": home / "texts.safetensors", "output_path": home / "hq.mp4"}
+    spaces = {"input_colorspace": "acescg", "frame_rate": 24, "exr_colorspace": "acescct", "high_quality": True}
+    got = run(home, split, artifacts, "distilled", **files, **spaces, video_conditioning=((folder, 1.0),))
     workspace, host = host_of(split, artifacts, split.distilled)
     pixels = torch.from_numpy(2 * encoded(plate) - 1).float().permute(3, 0, 1, 2)[None]
     reference = host.encode_video(pixels.repeat_interleave(2, dim=2)[:, :, :17], whole=True)
@@ -227,9 +204,9 @@ def test_a_folder_of_exr_files_is_generated_at_twice_its_frames_in_high_quality(
 @torch.no_grad()
 def test_a_matte_equals_the_loop_and_is_the_alpha_of_its_video(home, split, artifacts, capsys):
     """At cfg 1 the guided prediction is the model's own, whatever the rescale."""
-    words = ["--alpha-gen", "--video-conditioning", home / "in.mkv", 1.0, "--height", 64, "--width", 96]
-    words += ["--num-frames", 9, "--num-inference-steps", 3, "--output-path", home / "matte.mov"]
-    got = run(home, split, artifacts, "dev", *words, "--save-frames", home / "png")
+    size = {"height": 64, "width": 96, "num_frames": 9, "num_inference_steps": 3}
+    files = {"video_conditioning": ((home / "in.mkv", 1.0),), "output_path": home / "matte.mov"}
+    got = run(home, split, artifacts, "dev", alpha_gen=True, **size, **files, save_frames=home / "png")
     assert "the prompt is empty: the references alone guide the video" in capsys.readouterr().out
     workspace, host = host_of(split, artifacts, split.dev)
     loop = Loop(workspace, home / "hdr.safetensors", (2, 2, 3), fps=24.0)

@@ -3,7 +3,7 @@
 import signal
 import threading
 import time
-from contextlib import closing, nullcontext
+from contextlib import closing
 
 import pytest
 import torch
@@ -56,13 +56,10 @@ def test_functions_run_beside_their_caller_one_after_another_with_results_and_er
         result_of(lambda: 1 / 0)
 
 
-@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
-def test_leaving_the_block_cancels_the_functions_silently(error, capsys):
-    refused = pytest.raises(KeyboardInterrupt) if error else nullcontext()
-    with within(SOON), refused, Background() as thread:
+def test_leaving_the_block_cancels_the_functions_silently(capsys):
+    with within(SOON), pytest.raises(KeyboardInterrupt), Background() as thread:
         running, later = thread.submit(run_for_ever), thread.submit(run_for_ever)
-        if error:
-            raise error
+        raise KeyboardInterrupt
     assert isinstance(running.exception(), Cancelled) or running.cancelled()
     assert later.cancelled() and capsys.readouterr().err == ""
 
@@ -88,20 +85,14 @@ def test_cancelling_ends_nested_threads_leaves_their_with_blocks_and_other_threa
     assert left == [True]
 
 
-def test_ctrl_c_while_waiting_cancels_the_function():
+def test_ctrl_c_and_the_error_of_a_poll_end_the_waiting_and_cancel_the_function():
+    with within(SOON), pytest.raises(ZeroDivisionError), Background() as thread:
+        wait_for(thread.submit(run_for_ever), lambda: 1 // 0)
     interrupt = threading.Timer(0.05, signal.raise_signal, [signal.SIGINT])
     interrupt.start()
     with within(SOON), pytest.raises(KeyboardInterrupt):
         result_of(run_for_ever)
     interrupt.join()
-
-
-def test_the_error_of_a_poll_ends_the_waiting():
-    def poll() -> None:
-        raise ZeroDivisionError
-
-    with within(SOON), pytest.raises(ZeroDivisionError), Background() as thread:
-        wait_for(thread.submit(run_for_ever), poll)
 
 
 def test_a_thread_that_begins_while_workers_are_made_has_the_usual_number_of_threads():
@@ -124,11 +115,8 @@ def test_a_thread_that_begins_while_workers_are_made_has_the_usual_number_of_thr
     assert ({*counts}, own) == ({3}, {1})
 
 
-# --- what is made ahead ---------------------------------------------------------------------------
-
-
 def counted(count: int, numbers: list[int]):
-    """A generator of numbers, each of which is noted; its end, in the same thread, is noted as well."""
+    """A generator of numbers, each of which is noted; its end, in the same thread, is noted as -1."""
     thread = threading.get_ident()
     try:
         for number in range(count):
@@ -142,38 +130,27 @@ def test_while_a_prefetched_item_is_used_one_waits_and_the_next_is_made():
     numbers, taken = [], []
     with closing(prefetch(counted(6, numbers))) as items:
         for item in items:
-            time.sleep(0.02)  # of three: one is taken, one waits, one is made and finds no room
+            time.sleep(allowed(0.02))  # of three: one is taken, one waits, one is made and finds no room
             taken.append((item, max(numbers)))
-    assert [item for item, _ in taken] == list(range(6)) and numbers == [*range(6), -1]
-    assert [last for _, last in taken] == [2, 3, 4, 5, 5, 5]
+    assert taken == [*zip(range(6), (2, 3, 4, 5, 5, 5), strict=True)] and numbers == [*range(6), -1]
     with closing(prefetch(1 // (2 - number) for number in range(5))) as items:
         assert (next(items), next(items)) == (0, 1)
         with pytest.raises(ZeroDivisionError):  # after the items before it
             next(items)
 
 
-@pytest.mark.parametrize("error", [None, OSError(28, "No space left on device")])
-def test_who_takes_no_more_ends_what_is_made_ahead_at_once(error):
-    numbers, refused = [], pytest.raises(OSError) if error else nullcontext()
-    with within(SOON), refused, closing(prefetch(counted(1000, numbers))) as items:
+def test_who_takes_no_more_ends_what_is_made_ahead_at_once_and_who_waits_for_it_can_be_cancelled():
+    numbers, waiting = [], threading.Event()
+    with within(SOON), pytest.raises(OSError), closing(prefetch(counted(1000, numbers))) as items:
         assert next(items) == 0
-        if error:
-            raise error
+        raise OSError(28, "No space left on device")
     assert numbers[-1] == -1 and len(numbers) <= 4
-
-
-def test_who_waits_for_what_is_made_ahead_can_be_cancelled():
-    waiting = threading.Event()
 
     def slow():
         waiting.set()
         run_for_ever()
         yield
 
-    def take() -> None:
-        with closing(prefetch(slow())) as items:
-            next(items)
-
     with within(SOON), Background() as thread:
-        thread.submit(take)
+        thread.submit(lambda: next(prefetch(slow())))
         assert waiting.wait(allowed(SOON))

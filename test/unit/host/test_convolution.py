@@ -12,15 +12,15 @@ SIZES = [(1, 1, 1), (1, 4, 4), (2, 5, 7), (4, 8, 4), (5, 9, 6), (9, 3, 13)]
 BFLOAT16 = 2.0**-8  # each of the three taps' results is rounded once
 
 
-def convolved(source: FeatureMap, weight, bias, workers, write=None):
+def convolved(source: FeatureMap, weight, bias, workers):
     """The whole result, (F, H, W, Cout)."""
     result = torch.full((*source.shape[:3], len(bias)), torch.nan)
 
-    def write_once(frames, rows, piece):
+    def write(frames, rows, piece):
         assert result[frames, rows].isnan().all(), "written twice"
         result[frames, rows] = piece
 
-    convolve(source, weight, bias, write or write_once, workers)
+    convolve(source, weight, bias, write, workers)
     return result
 
 
@@ -63,4 +63,4 @@ def test_an_error_in_a_worker_is_raised(workers):
         raise RuntimeError("disk full")
 
     with pytest.raises(RuntimeError, match="disk full"):
-        convolved(random_map(4, 4, 4, 2), randn(2, 2, 3, 3, 3), randn(2), workers, write)
+        convolve(random_map(4, 4, 4, 2), randn(2, 2, 3, 3, 3), randn(2), write, workers)

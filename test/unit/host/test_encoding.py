@@ -1,14 +1,10 @@
 """Clips encoded in tiles: their weights, and which clips are one tile."""
 
-from functools import partial
-
 import pytest
 import torch
 from helpers import one_thread, randn, rel  # noqa: F401
 
 from ltx_neuron.host.encoding import encode_tiled, parts
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("length", [1, 10, 11, 17, 18, 24, 40])
@@ -23,7 +19,7 @@ def test_weights_of_tiles_add_up_to_one_and_each_tile_has_its_size(length, causa
     assert [tile.start for tile in tiles[1:]] == [7 * i - causal for i in range(1, len(tiles))]
 
 
-# A clip, and the frames, rows and columns of its first tiles
+# A clip, and the frames, rows and columns of its tiles
 @pytest.mark.parametrize(
     ("clip", "tiles"),
     [
@@ -33,15 +29,10 @@ def test_weights_of_tiles_add_up_to_one_and_each_tile_has_its_size(length, causa
     ],
 )
 def test_a_clip_of_eighty_frames_is_encoded_whole_and_a_longer_or_wider_one_in_tiles(clip, tiles):
-    shapes = []
-
     def encode(pixels):  # a mean over each latent's pixels
-        shapes.append(tuple(pixels.shape[2:]))
         spaces = torch.nn.functional.avg_pool3d(pixels, (1, 32, 32))
-        later = spaces[:, :, 1:].unflatten(2, (-1, 8)).mean(3)
-        return torch.cat([spaces[:, :, :1], later], 2)
+        return torch.cat([spaces[:, :, :1], spaces[:, :, 1:].unflatten(2, (-1, 8)).mean(3)], 2)
 
-    pixels = randn(1, 3, *clip)
-    got = encode_tiled(partial(map, encode), pixels)
-    assert shapes == tiles
-    assert rel(got, encode(pixels)) < 1e-6
+    pixels, shapes = randn(1, 3, *clip), []
+    got = encode_tiled(lambda each: (shapes.append(tuple(tile.shape[2:])) or encode(tile) for tile in each), pixels)
+    assert shapes == tiles and rel(got, encode(pixels)) < 1e-6

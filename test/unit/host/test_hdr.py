@@ -35,17 +35,20 @@ RED = 0.5145084623593209, 0.3360437118624257, 0.23515295334335573
 SKY = (0.2, 0.6, 0.9), (0.4068006341802645, 0.45696458686011593, 0.5277995813544838)
 
 
+def refusal(act, *args) -> str:
+    with pytest.raises(UserError) as error:
+        act(*args)
+    return str(error.value)
+
+
 def grey(*values: float) -> np.ndarray:
     return np.repeat(np.array(values, np.float32)[:, None], 3, axis=1)
 
 
-def test_light_is_encoded_by_the_printed_curve_and_stays_in_its_range():
+def test_light_is_encoded_by_the_printed_curve_in_its_range_and_light_of_a_code_has_that_code():
     assert np.abs(to_acescct(grey(*LIGHT), "acescg") - grey(*CODES)).max() < FP32
     assert to_acescct(grey(-1, 1000), "acescg")[:, 0] == pytest.approx([CODES[0], 1.0], abs=FP32)
     assert np.array_equal(to_acescct(grey(-0.5, 0.25, 2), "acescct"), grey(0, 0.25, 1))
-
-
-def test_light_of_a_code_is_light_that_has_the_code():
     got = from_acescct(grey(0, *CODES, 1.0), "acescg")[:, 0]
     # A rounding of a code near 1 is 17.52 ln 2 times as much, relative to its light.
     assert got == pytest.approx([0, *LIGHT, 222.8609442038076], rel=12.2 * FP32, abs=FP32)
@@ -86,23 +89,19 @@ def test_an_exr_holds_the_picture_in_half_floats_for_us_and_for_ffmpeg(tmp_path,
 
 
 def test_other_exrs_are_read_as_three_colours_or_refused(tmp_path):
-    def write(**channels) -> str:
-        OpenEXR.File({}, channels).write(str(tmp_path / "other.exr"))
-        return str(tmp_path / "other.exr")
+    path = tmp_path / "other.exr"
+
+    def read(**channels) -> np.ndarray:
+        OpenEXR.File({}, channels).write(str(path))
+        return read_exr(path, "--input")
 
     alpha = np.random.default_rng(0).random((4, 6, 4), np.float32)
-    assert np.array_equal(read_exr(write(RGBA=alpha), "--input"), alpha[..., :3])
-    assert np.array_equal(read_exr(write(Y=alpha[..., 0].copy()), "--input"), np.stack([alpha[..., 0]] * 3, -1))
-    with pytest.raises(UserError, match="has the channels depth; wanted R, G and B, or Y"):
-        read_exr(write(depth=alpha[..., 0].copy()), "--input")
-    (tmp_path / "other.exr").write_bytes(b"not an EXR")
-    with pytest.raises(UserError, match="--input .*other.exr cannot be read as EXR"):
-        read_exr(tmp_path / "other.exr", "--input")
-    with pytest.raises(UserError, match="none.exr cannot be read as EXR: no such file"):
-        read_exr(tmp_path / "none.exr", "--input")
-
-
-# --- the input of a job ---------------------------------------------------------------------------
+    assert np.array_equal(read(RGBA=alpha), alpha[..., :3])
+    assert np.array_equal(read(Y=alpha[..., 0].copy()), np.stack([alpha[..., 0]] * 3, -1))
+    assert "has the channels depth; wanted R, G and B, or Y" in refusal(lambda: read(depth=alpha[..., 0].copy()))
+    path.write_bytes(b"not an EXR")
+    for name, message in (("other", r"other.exr cannot be read as EXR"), ("none", "as EXR: no such file")):
+        assert message in refusal(read_exr, tmp_path / f"{name}.exr", "--input")
 
 
 def job(path, **fields) -> Job:
@@ -115,12 +114,6 @@ def plate(folder, *sides: tuple[int, int]):
     for number, (height, width) in enumerate(sides):
         write_exr(folder / f"{number}.exr", np.zeros((height, width, 3), np.float32), "acescct")
     return folder
-
-
-def refusal(act, *args) -> str:
-    with pytest.raises(UserError) as error:
-        act(*args)
-    return str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -144,28 +137,28 @@ def test_keyframes_are_at_the_ends_of_segments_inside_the_input(frames, seams):
 def test_other_inputs_are_refused_with_what_they_need(tmp_path, monkeypatch):
     film, long = made_film(tmp_path / "in.mp4", 9, 32, 32), made_film(tmp_path / "ten.mp4", 10, 32, 32)
     folder, odd = plate(tmp_path / "plate", *[(32, 32)] * 9), plate(tmp_path / "odd", (32, 33))
-    (tmp_path / "empty").mkdir()
     acescg = {"input_colorspace": "acescg", "frame_rate": 24.0}
     takes = "takes a --frame-rate, and --input-colorspace srgb or acescg or acescct"
-    assert takes in refusal(lambda: job(folder).size)
-    assert takes in refusal(lambda: job(folder, **acescg | {"frame_rate": None}).size)
     none = "takes no --frame-rate, and --input-colorspace srgb_gamma or srgb"
-    assert none in refusal(lambda: job(film, **acescg).size) and none in refusal(
-        lambda: job(film, frame_rate=24.0).size
-    )
-    assert "10 frames of 32x32; wanted 8k+1 frames, such as 9 or 17" in refusal(lambda: job(long).size)
-    assert "and even sides" in refusal(lambda: job(odd, **acescg).size)
-    assert "has no file NAME.exr" in refusal(lambda: job(tmp_path / "empty", **acescg).size)
-    two = job(film, video_conditioning=[[str(film), 1.0]] * 2)
-    assert "needs one --video-conditioning" in refusal(lambda: two.size)
+    for path, fields, message in (
+        (folder, {}, takes),
+        (folder, {"input_colorspace": "acescg"}, takes),
+        (film, acescg, none),
+        (film, {"frame_rate": 24.0}, none),
+        (long, {}, "10 frames of 32x32; wanted 8k+1 frames, such as 9 or 17"),
+        (odd, acescg, "and even sides"),
+        (plate(tmp_path / "empty"), acescg, "has no file NAME.exr"),
+        (film, {"video_conditioning": [[str(film), 1.0]] * 2}, "needs one --video-conditioning"),
+    ):
+        assert message in refusal(getattr, job(path, **fields), "size")
     assert job(folder, **acescg).size == Size(32, 32, 9, 24.0)
     digest = content_digest(folder)
-    plate(tmp_path / "mixed", (32, 32), *[(32, 34)] * 8)
-    (folder / "8.exr").write_bytes((tmp_path / "mixed" / "8.exr").read_bytes())
+    plate(tmp_path / "mixed", (32, 34))
+    (folder / "8.exr").write_bytes((tmp_path / "mixed" / "0.exr").read_bytes())
     assert content_digest(folder) != digest  # a changed frame is another input
     assert "8.exr: got (32, 34) pixels, wanted (32, 32)" in refusal(encode, None, job(folder, **acescg))
     monkeypatch.setitem(sys.modules, "PyOpenColorIO", None)
-    assert "needs the package PyOpenColorIO" in refusal(lambda: job(film).size)
+    assert "needs the package PyOpenColorIO" in refusal(getattr, job(film), "size")
 
 
 def test_text_embeddings_are_the_contexts_of_the_model_or_refused(tmp_path):

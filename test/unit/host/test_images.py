@@ -31,9 +31,6 @@ def as_pixels(image: Image.Image) -> torch.Tensor:
     return torch.from_numpy(np.array(image)).permute(2, 0, 1) / 127.5 - 1
 
 
-# --- pixels ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "size, crf, dtype",
     [((301, 517), 33, torch.float32), ((33, 700), 18, torch.bfloat16), ((720, 407), 0, torch.float32)],
@@ -49,32 +46,22 @@ def test_pixels_are_those_of_ltx_pipelines_for_any_aspect_ratio_and_compression(
     assert torch.equal(load_image(path, 128, 192, crf, dtype), expected)
 
 
-@pytest.mark.parametrize("mode, suffix", [("RGBA", "png"), ("L", "png"), ("P", "png"), ("CMYK", "tiff")])
-def test_an_image_of_any_mode_is_converted_to_rgb(tmp_path, mode, suffix):
-    image, path = SHOWN.convert(mode), tmp_path / f"image.{suffix}"
-    image.save(path)
-    assert torch.equal(load_image(path, 64, 96, crf=0)[0, :, 0], as_pixels(image.convert("RGB")))
-    if mode == "L":
-        Image.fromarray(np.array(image).astype(np.uint16) * 257).save(path)  # 16 bits
-        assert torch.equal(load_image(path, 64, 96, crf=0)[0, :, 0], as_pixels(image.convert("RGB")))
+def test_an_image_of_any_mode_is_converted_to_rgb(tmp_path):
+    grey = SHOWN.convert("L")
+    sixteen_bits = Image.fromarray(np.array(grey).astype(np.uint16) * 257)
+    rows = [(SHOWN.convert(mode), SHOWN.convert(mode)) for mode in ("RGBA", "L", "P", "CMYK")]
+    for image, wanted in [*rows, (sixteen_bits, grey)]:
+        image.save(path := tmp_path / "image.tiff")
+        assert torch.equal(load_image(path, 64, 96, crf=0)[0, :, 0], as_pixels(wanted.convert("RGB"))), image.mode
 
 
-# EXIF orientation -> what makes the stored picture of the one that is shown
-STORED = {
-    1: None,
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_90,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_270,
-}
+# By EXIF orientation, from 2 on: what makes the stored picture of the one that is shown
+STORED = ["FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_90", "TRANSVERSE", "ROTATE_270"]
 
 
-@pytest.mark.parametrize("orientation", STORED)
+@pytest.mark.parametrize("orientation", range(1, 9))
 def test_a_photograph_is_taken_as_shown_as_stored_or_as_1_2_0_turns_it(tmp_path, orientation):
-    stored = SHOWN.transpose(STORED[orientation]) if orientation > 1 else SHOWN
+    stored = SHOWN.transpose(Image.Transpose[STORED[orientation - 2]]) if orientation > 1 else SHOWN
     exif, path = Image.Exif(), tmp_path / "photo.png"
     exif[0x0112] = orientation
     stored.save(path, exif=exif)
@@ -102,9 +89,6 @@ def test_a_phones_picture_of_108_megapixels_is_read_without_a_warning(tmp_path, 
     assert not recwarn.list
 
 
-# --- refusals -------------------------------------------------------------------------------------
-
-
 def test_an_image_that_cannot_be_used_is_refused(tmp_path):
     SHOWN.save(tmp_path / "whole.png")
     whole = (tmp_path / "whole.png").read_bytes()
@@ -130,41 +114,31 @@ def test_an_image_that_cannot_be_used_is_refused(tmp_path):
     assert content_digest(tmp_path / "pipe") == "unreadable"
 
 
-@pytest.mark.parametrize(
-    "begin, message",
-    [
+def test_a_file_of_another_format_is_refused_by_the_formats_name(tmp_path):
+    for begin, message in (
         (b"\0\0\0\x18ftypheic", "it is HEIC"),
         (b"%PDF-1.4", "it is a PDF; wanted PNG, JPEG"),
         (b"\xff\x0a\xfa", "it is JPEG XL; wanted PNG"),
         (b"\0\0\0\x18ftypisom", "it is a video; wanted PNG"),
         (b"RIFF\0\0\0\0WEBP", "as an image: (?!it is)"),
-    ],
-)
-def test_a_file_of_another_format_is_refused_by_the_formats_name(tmp_path, begin, message):
-    (tmp_path / "a").write_bytes(begin + bytes(100))
-    with pytest.raises(UserError, match=message):
-        decode_image(tmp_path / "a", "shown")
-
-
-def run_python_command(message: str) -> None:
-    """Run the command that a message prints, in the present folder."""
-    (line,) = re.findall(r"^Type: (?:pip install \S+ && )?(python .*)", message, re.MULTILINE)
-    path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
-    subprocess.run(["bash", "-c", line], env=os.environ | {"PATH": path}, check=True)
+    ):
+        (tmp_path / "a").write_bytes(begin + bytes(100))
+        with pytest.raises(UserError, match=message):
+            decode_image(tmp_path / "a", "shown")
 
 
 @runs("host/images.py:unreadable: python -c")
 def test_an_animated_webp_is_taken_as_a_video_after_the_printed_command(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", os.path.dirname(sys.executable), prepend=os.pathsep)
     SHOWN.save("it's one.webp", lossless=True, **MOVING)
     for converted in ("it's one.png", "it's one-2.png"):  # what is there is not replaced
         with pytest.raises(UserError, match="an animated WebP") as refused:
             list(first_frames("it's one.webp", "--video-path"))
-        run_python_command(str(refused.value))
+        (line,) = re.findall(r"^Type: (python .*)", str(refused.value), re.MULTILINE)
+        subprocess.run(["bash", "-c", line], check=True)
         assert np.array_equal(list(first_frames(converted, "--video-path")), [np.array(each) for each in PICTURES])
 
-
-# --- pictures and videos --------------------------------------------------------------------------
 
 # The name, Pillow's format and settings, and whether it is a still.
 FILES = [
@@ -191,11 +165,9 @@ def test_a_file_is_a_still_or_a_video_by_its_content(tmp_path, name, format, set
 
 
 def test_a_heic_is_refused_as_a_picture_and_not_read_as_a_video_of_one_tile(tmp_path):
-    path = tmp_path / "photo.heic"
-    path.write_bytes(b"\0\0\0\x18ftypheic" + bytes(100))
-    assert is_still(path)
+    (tmp_path / "photo.heic").write_bytes(b"\0\0\0\x18ftypheic" + bytes(100))
     with pytest.raises(UserError, match="photo.heic cannot be read as an image"):
-        check(Job(video_conditioning=[(str(path), 1.0)], num_frames=17))
+        check(Job(video_conditioning=[(str(tmp_path / "photo.heic"), 1.0)], num_frames=17))
 
 
 def test_of_a_moving_picture_as_an_image_the_first_is_taken_with_a_note(tmp_path):
@@ -206,22 +178,9 @@ def test_of_a_moving_picture_as_an_image_the_first_is_taken_with_a_note(tmp_path
     assert notes(make_job("", Size(64, 96, 9), images=images)) == [moves]
 
 
-# --- the frame of an image ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("frames, tail, last", [(25, None, 24), (25, 8, 16), (1, None, 0)])
-def test_frame_minus_one_is_the_last_of_the_file(frames, tail, last):
-    jobs = [
-        make_job("", Size(64, 96, frames), images=(ImageCondition("a.png", index),), tail_frames=tail)
-        for index in (-1, last)
-    ]
-    assert jobs[0].placed == list(jobs[1].images)
-    assert jobs[0].appended(False, 2, 3) == jobs[1].appended(False, 2, 3)
-
-
 @pytest.mark.parametrize("field", ["image", "audio_path", "video_path", "video_conditioning"])
 def test_an_address_of_the_web_is_refused_as_no_file_of_this_machine(field):
-    url = "https://a.b/c.png" if field != "audio_path" else "s3://bucket/c.wav"
+    url = "s3://bucket/c.wav" if field == "audio_path" else "https://a.b/c.png"
     value = {"image": [[url]], "video_conditioning": [[url, 1.0]]}.get(field, url)
     more = {"start_time": 0, "end_time": 1} if field == "video_path" else {"num_frames": 17}
     with pytest.raises(UserError, match="c.(png|wav).* is an address .URL., wanted a file of this machine"):

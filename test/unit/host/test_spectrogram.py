@@ -9,8 +9,6 @@ from helpers import one_thread, randn, rel, tone  # noqa: F401
 
 from ltx_neuron.host.spectrogram import MelSizes, can_resample, log_mel, mel_filters, resample
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SIZES = MelSizes(rate=16000, bins=64, hop=160, window=1024)
 # float32 against float64: the filters' own rounding (measured 2.4e-6), and that of a sum of 1024.
 RESAMPLED, SPECTRUM = 5e-6, 1e-5

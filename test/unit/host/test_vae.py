@@ -5,12 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import fp32_bound, one_thread, randn, randomised, rel  # noqa: F401
-from tiny import TinySizes
-from tiny.config import merge, tiny_config
+from helpers import one_thread, randn, rel  # noqa: F401
 from torch import nn
-from video_encoders import OTHER_ORDER, ltx_encoder, pixels
-from video_encoders import config_of as encoder_config
+from video_vaes import BOTH, OTHER_ORDER, assert_equal, bound, config_of, given_to, ltx_vae
 
 from ltx_neuron import machine
 from ltx_neuron.config.video import video_decoder_config, video_encoder_config
@@ -21,91 +18,48 @@ from ltx_neuron.models.video_decoder import DepthToSpace
 
 # Latent frames, rows and columns: one frame, odd sides.
 SIZES = [(1, 1, 1), (2, 3, 1), (3, 3, 5)]
-# Not the released order, nor its divisors of the channels.
-DECODER_BLOCKS = [
-    ["res_x", {"num_layers": 2}],
-    ["compress_all", {"multiplier": 2}],
-    ["compress_space", {"multiplier": 1}],
-    ["compress_all", {"multiplier": 4}],
-    ["res_x", {"num_layers": 1}],
-    ["compress_all", {"multiplier": 2}],
-]
-OTHER = {
-    "decoder": {"decoder_blocks": DECODER_BLOCKS, "patch_size": 2, "decoder_base_channels": 8},
-    "encoder": {"encoder_blocks": OTHER_ORDER},
-}
 # Steps alone: a quick encoder that still sees over the borders of tiles.
 STEPS = [[f"compress_{kind}_res", {"multiplier": 1}] for kind in ("space", "time", "all", "all")]
 
 
-def decoder_config(**changes) -> dict:
-    return merge(tiny_config(TinySizes()), {"vae": changes})
-
-
-def ltx_decoder(**changes) -> nn.Module:
-    """ltx-core's decoder of the tiny config with changes, with random weights."""
-    from ltx_core.model.video_vae import VideoDecoderConfigurator
-
-    return randomised(VideoDecoderConfigurator.from_config(decoder_config(**changes)))
-
-
-LTX = {"decoder": ltx_decoder, "encoder": ltx_encoder}
-BOTH = pytest.mark.parametrize("side", LTX)
-
-
-def given_to(side: str, *size: int) -> torch.Tensor:
-    """The latent, or the pixels, of a clip of so many latents."""
-    return randn(1, 128, *size) if side == "decoder" else pixels(*size)
-
-
 def host_like(side: str, model: nn.Module, dtype: torch.dtype = torch.float32, **changes) -> HostVideoModel:
     """The host's model with the weights of ltx-core's."""
+    config, weights = config_of(side, **changes), model.state_dict()
     if side == "decoder":
-        return host_decoder(video_decoder_config(decoder_config(**changes)), model.state_dict(), dtype)
-    return host_encoder(video_encoder_config(encoder_config(**changes)), model.state_dict(), dtype)
-
-
-def bound(model: nn.Module) -> float:
-    """Of outputs in float32: convolutions follow one another. A frame, pixel or channel in the wrong place leaves
-    0.1."""
-    convolutions = [module for module in model.modules() if isinstance(module, nn.Conv3d)]
-    return min(1e-5, fp32_bound(*(27 * c.in_channels for c in convolutions)))
+        return host_decoder(video_decoder_config(config), weights, dtype)
+    return host_encoder(video_encoder_config(config), weights, dtype)
 
 
 @BOTH
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_outputs_equal_ltx_cores(side, size):
-    model, given = LTX[side](), given_to(side, *size)
-    theirs, ours = model(given), host_like(side, model)(given)
-    assert ours.shape == theirs.shape and ours.dtype == torch.float32
-    assert rel(ours, theirs) < bound(model)
-    for axis in (2, 3, 4):  # the first frame, which causal convolutions repeat, and borders at zeros
-        for end in (0, -1):
-            assert rel(ours.select(axis, end), theirs.select(axis, end)) < 1e-5, (axis, end)
+    model, given = ltx_vae(side), given_to(side, *size)
+    ours = host_like(side, model)(given)
+    assert ours.dtype == torch.float32
+    assert_equal(ours, model(given), model)
 
 
 @pytest.mark.parametrize(("side", "size"), [("decoder", (2, 3, 2)), ("encoder", (1, 2, 3)), ("encoder", (3, 2, 3))])
 def test_another_order_of_blocks_is_followed(monkeypatch, side, size):
     if side == "encoder":
         monkeypatch.setattr(vae, "NUMBERS_IN_CACHE", 3000)  # uneven pieces
-    model, given = LTX[side](**OTHER[side]), given_to(side, *size)
-    assert rel(host_like(side, model, **OTHER[side])(given), model(given)) < bound(model)
+    model, given, changes = ltx_vae(side, **OTHER_ORDER[side]), given_to(side, *size), OTHER_ORDER[side]
+    assert rel(host_like(side, model, **changes)(given), model(given)) < bound(model)
 
 
 @BOTH
 @pytest.mark.parametrize("size", SIZES[1:], ids=str)  # the first has too few numbers to say
 def test_bfloat16_is_no_further_from_float32_than_ltx_cores_own(side, size):
-    exact, half, given = LTX[side](), LTX[side]().bfloat16(), given_to(side, *size)
+    exact, half, given = ltx_vae(side), ltx_vae(side).bfloat16(), given_to(side, *size)
     exact.load_state_dict(half.state_dict())  # weights that bfloat16 holds
-    expected = exact(given)
-    ours = host_like(side, half, torch.bfloat16)(given)
+    expected, ours = exact(given), host_like(side, half, torch.bfloat16)(given)
     assert ours.dtype == torch.float32
     assert 0 < rel(ours, expected) <= rel(half(given.bfloat16()), expected)
 
 
 @BOTH
 def test_weights_are_shared_with_the_model_that_they_are_of(side):
-    model = LTX[side]()
+    model = ltx_vae(side)
     ours, prefix = host_like(side, model).weights, "encoder." * (side == "encoder")
     given = {prefix + name: weight for name, weight in model.state_dict().items()}
     assert ours.keys() == given.keys()
@@ -113,18 +67,17 @@ def test_weights_are_shared_with_the_model_that_they_are_of(side):
 
 
 def test_bfloat16_weights_are_laid_out_anew_for_bfloat16_and_computed_with_in_float32():
-    decoder, latent = ltx_decoder().bfloat16(), randn(1, 128, 2, 2, 2).bfloat16()
+    decoder, latent = ltx_vae("decoder").bfloat16(), randn(1, 128, 2, 2, 2).bfloat16()
     half, laid_out = decoder.state_dict(), host_like("decoder", decoder, torch.bfloat16).weights
     assert all(torch.equal(half[name], laid_out[name]) for name in laid_out)
     frames = host_like("decoder", decoder)(latent)
-    assert frames.dtype == torch.float32
-    assert rel(frames, decoder.float()(latent.float())) < bound(decoder)
+    assert frames.dtype == torch.float32 and rel(frames, decoder.float()(latent.float())) < bound(decoder)
 
 
 # 14 latent frames are two tiles in time, 25 columns two in width, which overlap.
 @pytest.mark.parametrize("size", [(14, 1, 1), (2, 1, 25)], ids=str)
 def test_a_clip_in_tiles_is_blended_as_of_ltx_cores_encoder(size):
-    encoder, clip = ltx_encoder(encoder_blocks=STEPS), pixels(*size)
+    encoder, clip = ltx_vae("encoder", encoder_blocks=STEPS), given_to("encoder", *size)
     models = host_like("encoder", encoder, encoder_blocks=STEPS), encoder
     ours, theirs = (encode_tiled(partial(map, each), clip) for each in models)
     assert rel(ours, theirs) < 1e-5
@@ -145,27 +98,25 @@ def resident() -> int:
     return int(line.split()[0]) * 1024
 
 
-def free_between(in_use: list) -> None:
+def free_between(in_use: list) -> int:
     """Take 131 MB in blocks of 64 KB and free all but every eighth: glibc keeps what lies between used blocks."""
     blocks = [torch.zeros(2**14) for _ in range(2000)]
     in_use += blocks[::8]
+    del blocks
+    return resident()
 
 
 def test_memory_that_earlier_tiles_and_stages_freed_is_given_back_before_the_next(monkeypatch):
-    decoder, latent = ltx_decoder(), randn(1, 128, 1, 1, 1)
-    free_between(in_use := [])
-    before = resident()
+    decoder, latent = ltx_vae("decoder"), randn(1, 128, 1, 1, 1)
+    before = free_between(in_use := [])
     host_like("decoder", decoder)(latent)
     assert resident() < before - 80e6
-    in_use, freed, given_back = [], [], []
-    upsampled, last = vae.FUNCTIONS[DepthToSpace], vae.last
+    freed, given_back, upsampled, last = [], [], vae.FUNCTIONS[DepthToSpace], vae.last
 
     def upsample_and_free(module, features):
-        if freed:
-            given_back.append(freed[-1] - resident())
+        given_back.extend(each - resident() for each in freed[-1:])
         following = upsampled(module, features)
-        free_between(in_use)
-        freed.append(resident())
+        freed.append(free_between(in_use))
         return following
 
     def at_last(module, features):

@@ -27,26 +27,12 @@ COUNTS = [1, 128, 700, 1024]  # tokens of a prompt: one, as many as registers, m
 @cache
 def models(name="4 heads of 8", **overrides):
     """ltx-core's connector of each stream with random fp32 weights, and our config."""
-    from ltx_core.text_encoders.gemma.embeddings_connector import (
-        AudioEmbeddings1DConnectorConfigurator,
-        Embeddings1DConnectorConfigurator,
-    )
+    from ltx_core.text_encoders.gemma import embeddings_connector as ltx
 
     content, config = made_config(SIZES[name], **overrides)
-    configurators = Embeddings1DConnectorConfigurator, AudioEmbeddings1DConnectorConfigurator
+    configurators = ltx.Embeddings1DConnectorConfigurator, ltx.AudioEmbeddings1DConnectorConfigurator
     models = (randomised(configurator.from_config(content), seed) for seed, configurator in enumerate(configurators))
     return dict(zip(STREAMS, models, strict=True)), config
-
-
-def features(config, count):
-    """Features of a prompt padded on its left, whose padding no one may read."""
-    sizes = {"video": config.video_connector, "audio": config.audio_connector}
-    text_features = {
-        stream: randn(1, TEXT_TOKENS, size.inner, seed=seed) for seed, (stream, size) in enumerate(sizes.items())
-    }
-    for tensor in text_features.values():
-        tensor[:, : TEXT_TOKENS - count] = torch.nan
-    return text_features
 
 
 def ltx_contexts(connectors, text_features, count):
@@ -57,22 +43,17 @@ def ltx_contexts(connectors, text_features, count):
     return {stream: connectors[stream](tensor.nan_to_num(), additive)[0] for stream, tensor in text_features.items()}
 
 
-def our_inputs(connectors, config, text_features, count):
+def our_contexts(connectors, config, text_features, count):
     own = {f"{stream}_features": tensor[:, TEXT_TOKENS - count :] for stream, tensor in text_features.items()}
-    registers = {stream: connector.learnable_registers for stream, connector in connectors.items()}
-    return connector_inputs(own, registers, config)
-
-
-def our_contexts(connectors, config, inputs):
-    with torch.device("meta"):
-        module = Connectors(config, 1, SingleRank(), sdpa)
     weights = {
         f"{stream}_connector.{name}": weight
         for stream, connector in connectors.items()
         for name, weight in connector.state_dict().items()
-        if name != "learnable_registers"
     }
-    outputs = functional_call(module, weights, (inputs,), strict=True)
+    registers = {stream: weights.pop(f"{stream}_connector.learnable_registers") for stream in STREAMS}
+    with torch.device("meta"):
+        module = Connectors(config, 1, SingleRank(), sdpa)
+    outputs = functional_call(module, weights, (connector_inputs(own, registers, config),), strict=True)
     return {stream: outputs[f"{stream}_context"] for stream in STREAMS}
 
 
@@ -86,8 +67,10 @@ def our_contexts(connectors, config, inputs):
 )
 def test_contexts_are_ltx_cores_for_prompts_of_any_length_and_any_size_and_depth(name, depths, count):
     connectors, config = models(name, **depths)
-    text_features = features(config, count)
-    theirs = ltx_contexts(connectors, text_features, count)
-    ours = our_contexts(connectors, config, our_inputs(connectors, config, text_features, count))
-    for stream in STREAMS:
-        assert rel(ours[stream], theirs[stream]) < EQUAL
+    widths = {"video": config.video_connector.inner, "audio": config.audio_connector.inner}
+    features = {stream: randn(1, TEXT_TOKENS, width, seed=seed) for seed, (stream, width) in enumerate(widths.items())}
+    for tensor in features.values():
+        tensor[:, : TEXT_TOKENS - count] = torch.nan  # a padding on its left, which no one may read
+    theirs = ltx_contexts(connectors, features, count)
+    ours = our_contexts(connectors, config, features, count)
+    assert all(rel(ours[stream], theirs[stream]) < EQUAL for stream in STREAMS)

@@ -2,11 +2,11 @@
 
 from copy import deepcopy
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import made_config, one_thread, randn, randomised, rel  # noqa: F401
+from helpers import STREAMS, made_config, one_thread, randn, randomised, rel  # noqa: F401
 from tiny import TinySizes
 from tiny.gemma import gemma_4_config
 from tiny.gemma import gemma_config as tiny_gemma_config
@@ -14,8 +14,7 @@ from torch import nn
 from torch.func import functional_call
 
 from ltx_neuron.config.common import TEXT_TOKENS
-from ltx_neuron.config.gemma import GemmaConfig, read_config
-from ltx_neuron.config.transformer import TransformerConfig
+from ltx_neuron.config.gemma import read_config
 from ltx_neuron.models.gemma3 import Gemma3Encoder, layers_first
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.rope import half_rope
@@ -26,11 +25,7 @@ from ltx_neuron.text.inputs import embedded_ids, encoder_inputs, scale_embedding
 PATTERNS = {
     "every 2nd of 4": TinySizes(),
     "every 3rd of 6": TinySizes(
-        gemma_layers=6,
-        gemma_heads=4,
-        gemma_kv_heads=2,
-        gemma_head_dim=16,
-        gemma_hidden=48,
+        **{"gemma_layers": 6, "gemma_heads": 4, "gemma_kv_heads": 2, "gemma_head_dim": 16, "gemma_hidden": 48},
         gemma_sliding_window_pattern=3,
     ),
     "Gemma 4": TinySizes(gemma_layers=6, gemma_head_dim=16, gemma_sliding_window_pattern=3),
@@ -44,25 +39,10 @@ SHOWS = 1e-2  # a wrong base, layer kind or mask
 ROUNDED = "embeddings", "attention_mask"  # inputs in the run's dtype
 
 
-class Setting(NamedTuple):
-    """A random model in both forms, and what transformers makes of one prompt padded on its left to 1024."""
-
-    gemma: GemmaConfig
-    config: TransformerConfig
-    weights: dict
-    table: torch.Tensor
-    projections: dict
-    ids: list
-    states: tuple  # of (1, 1024, width)
-    mask: torch.Tensor
-    reference: nn.Module
-
-
 def hidden_states(reference, ids):
     padding = TEXT_TOKENS - len(ids)
-    mask = torch.tensor([[0] * padding + [1] * len(ids)])
-    padded = torch.tensor([[0] * padding + list(ids)])
-    return (reference(input_ids=padded, attention_mask=mask, output_hidden_states=True).hidden_states, mask)
+    mask, padded = torch.tensor([[0] * padding + [1] * len(ids)]), torch.tensor([[0] * padding + list(ids)])
+    return reference(input_ids=padded, attention_mask=mask, output_hidden_states=True).hidden_states, mask
 
 
 def published(name: str, sizes: TinySizes) -> tuple[dict, nn.Module]:
@@ -84,51 +64,48 @@ def published(name: str, sizes: TinySizes) -> tuple[dict, nn.Module]:
 
 
 @pytest.fixture(scope="module", params=PATTERNS)
-def setting(request):
-    return make_setting(request.param)
-
-
-def make_setting(name: str) -> "Setting":
-    sizes = PATTERNS[name]
-    content, reference = published(name, sizes)
-    gemma, config = read_config(content, Path(name)), made_config(sizes)[1]
-    width = gemma.hidden_size * (gemma.num_hidden_layers + 1)
-    projections = {
-        stream: randomised(nn.Linear(width, size.inner), seed)
-        for seed, (stream, size) in enumerate({"video": config.video, "audio": config.audio}.items())
-    }
-    weights = dict(reference.state_dict())
-    table = weights.pop("embed_tokens.weight")
-    for stream, projection in projections.items():
-        weights[f"{stream}_aggregate_embed.weight"] = layers_first(projection.weight, gemma.hidden_size)
-        weights[f"{stream}_aggregate_embed.bias"] = projection.bias
+def setting(request) -> SimpleNamespace:
+    """A random model in both forms, and what transformers makes of one prompt padded on its left to 1024."""
+    sizes = PATTERNS[request.param]
+    content, reference = published(request.param, sizes)
+    gemma, config = read_config(content, Path(request.param)), made_config(sizes)[1]
+    width, weights = gemma.hidden_size * (gemma.num_hidden_layers + 1), dict(reference.state_dict())
+    table, projections = weights.pop("embed_tokens.weight"), []
+    for seed, stream in enumerate(STREAMS):
+        projections.append(randomised(nn.Linear(width, getattr(config, stream).inner), seed))
+        weights[f"{stream}_aggregate_embed.weight"] = layers_first(projections[-1].weight, gemma.hidden_size)
+        weights[f"{stream}_aggregate_embed.bias"] = projections[-1].bias
     ids = torch.randint(5, gemma.vocab_size, (COUNT,), generator=torch.Generator().manual_seed(3)).tolist()
-    return Setting(gemma, config, weights, table, projections, ids, *hidden_states(reference, ids), reference)
+    states, mask = hidden_states(reference, ids)  # the states are (1, 1024, width)
+    return SimpleNamespace(
+        **{"gemma": gemma, "config": config, "weights": weights, "table": table, "projections": projections},
+        **{"ids": ids, "states": states, "mask": mask, "reference": reference},
+    )
 
 
-def inputs_of(setting, prompts, tokens):
-    """Our inputs for prompts at the end of `tokens` positions."""
-    rows = scale_embeddings(setting.table[[i for ids in prompts for i in ids]], torch.float32)
+def inputs_of(setting, tokens, ids=None):
+    """Our inputs for a prompt at the end of `tokens` positions."""
+    rows = scale_embeddings(setting.table[ids or setting.ids], torch.float32)
     padding = torch.zeros(tokens - len(rows), setting.gemma.hidden_size)
-    return encoder_inputs(torch.cat([padding, rows])[None], [len(ids) for ids in prompts], setting.gemma)
+    return encoder_inputs(torch.cat([padding, rows])[None], [len(rows)], setting.gemma)
 
 
-def encode(setting, inputs):
+def encode(setting, inputs, weights=None, states=True):
     with torch.device("meta"):
-        encoder = Gemma3Encoder(setting.gemma, setting.config, 1, SingleRank(), states=True)
-    return functional_call(encoder, setting.weights, (inputs,), strict=True)
+        encoder = Gemma3Encoder(setting.gemma, setting.config, 1, SingleRank(), states)
+    return functional_call(encoder, weights or setting.weights, (inputs,), strict=True)
 
 
-def last_states(states, count):
-    """(1, count, width, layers + 1) of the prompt's own tokens."""
-    return torch.stack(states, dim=-1)[:, -count:]
+def last_states(states):
+    """(1, COUNT, width, layers + 1) of the prompt's own tokens."""
+    return torch.stack(states, dim=-1)[:, -COUNT:]
 
 
 @pytest.mark.parametrize("tokens", [COUNT, BUCKET, TEXT_TOKENS])
 def test_hidden_states_are_transformers_from_the_exact_tokens_a_bucket_or_all_1024(setting, tokens):
-    ours = encode(setting, inputs_of(setting, [setting.ids], tokens))["hidden_states"]
+    ours = encode(setting, inputs_of(setting, tokens))["hidden_states"]
     assert ours.shape == (1, tokens, setting.gemma.hidden_size, setting.gemma.num_hidden_layers + 1)
-    theirs = last_states(setting.states, COUNT)
+    theirs = last_states(setting.states)
     for layer in range(setting.gemma.num_hidden_layers + 1):
         assert rel(ours[:, -COUNT:, :, layer], theirs[..., layer]) < EQUAL, layer
         assert layer == 0 or rel(theirs[..., layer], theirs[..., layer - 1]) > SHOWS
@@ -136,13 +113,13 @@ def test_hidden_states_are_transformers_from_the_exact_tokens_a_bucket_or_all_10
 
 def test_in_bfloat16_the_states_are_as_near_to_fp32_as_transformers(setting):
     """The three-way rule."""
-    truth = last_states(setting.states, COUNT)
+    truth = last_states(setting.states)
     rounded = deepcopy(setting.reference).to(torch.bfloat16)
-    theirs = last_states(hidden_states(rounded, setting.ids)[0], COUNT)
+    theirs = last_states(hidden_states(rounded, setting.ids)[0])
     weights = {name: weight.to(torch.bfloat16) for name, weight in setting.weights.items()}
-    inputs = inputs_of(setting, [setting.ids], COUNT)
+    inputs = inputs_of(setting, COUNT)
     given = {name: inputs[name].to(torch.bfloat16) for name in ROUNDED}
-    ours = encode(setting._replace(weights=weights), inputs | given)["hidden_states"]
+    ours = encode(setting, inputs | given, weights)["hidden_states"]
     assert ours.dtype == torch.bfloat16
     for layer in range(truth.shape[-1]):
         near, far = (rel(x[..., layer].float(), truth[..., layer]) for x in (ours, theirs))
@@ -152,11 +129,11 @@ def test_in_bfloat16_the_states_are_as_near_to_fp32_as_transformers(setting):
 def test_features_are_ltx_cores_of_the_same_states(setting):
     from ltx_core.text_encoders.gemma.feature_extractor import FeatureExtractorV2
 
-    video, audio = setting.projections["video"], setting.projections["audio"]
+    video, audio = setting.projections
     extractor = FeatureExtractorV2(video, setting.gemma.hidden_size, audio)
     theirs = extractor(setting.states, setting.mask)
     for tokens in (COUNT, BUCKET):
-        ours = encode(setting, inputs_of(setting, [setting.ids], tokens))
+        ours = encode(setting, inputs_of(setting, tokens))
         for got, wanted in zip([*ours.values()][:2], theirs, strict=True):
             assert rel(got[:, -COUNT:], wanted[:, -COUNT:]) < EQUAL
 
@@ -171,31 +148,24 @@ def test_tokens_keep_the_positions_that_padding_to_1024_gives_them(setting):
     positions = torch.arange(TEXT_TOKENS - COUNT, TEXT_TOKENS)
     wanted = half_rope(positions, setting.gemma.head_dim, 1e4, 1.0)
     for tokens in (COUNT, BUCKET):
-        assert torch.equal(inputs_of(setting, [setting.ids], tokens)["local_cos"][:, :, -COUNT:], wanted.cos)
+        assert torch.equal(inputs_of(setting, tokens)["local_cos"][:, :, -COUNT:], wanted.cos)
 
 
 def test_what_stands_in_the_padding_changes_no_token(setting):
-    inputs = inputs_of(setting, [setting.ids], BUCKET)
+    inputs = inputs_of(setting, BUCKET)
     changed = inputs["embeddings"].clone()
     changed[:, :-COUNT] = randn(1, BUCKET - COUNT, setting.gemma.hidden_size)
     before, after = encode(setting, inputs), encode(setting, inputs | {"embeddings": changed})
-    assert torch.equal(before["video_features"][:, -COUNT:], after["video_features"][:, -COUNT:])
-    assert torch.equal(before["hidden_states"][:, -COUNT:], after["hidden_states"][:, -COUNT:])
+    for name in ("video_features", "hidden_states"):
+        assert torch.equal(before[name][:, -COUNT:], after[name][:, -COUNT:])
 
 
 def test_a_token_sees_no_later_one(setting):
     changed = [*setting.ids[:-1], setting.ids[-1] + 1 if setting.ids[-1] < 500 else 5]
-    inputs = (inputs_of(setting, [ids], COUNT) for ids in (setting.ids, changed))
+    inputs = (inputs_of(setting, COUNT, ids) for ids in (setting.ids, changed))
     before, after = (encode(setting, each)["hidden_states"] for each in inputs)
     assert torch.equal(before[:, :-1], after[:, :-1])
     assert rel(before[:, -1:], after[:, -1:]) > SHOWS
-
-
-def test_layers_first_turns_the_released_matrix_into_one_matrix_per_layer():
-    released, states = randn(4, 6 * 5), randn(3, 6, 5, seed=1)  # a width of 6 and 5 layers
-    arranged = layers_first(released, 6)
-    summed = sum(states[..., layer] @ arranged[layer].T for layer in range(5))
-    assert arranged.shape == (5, 4, 6) and rel(summed, states.flatten(1) @ released.T) < EQUAL
 
 
 def test_embeddings_are_scaled_in_their_own_dtype():
@@ -210,9 +180,7 @@ def test_embeddings_are_scaled_in_their_own_dtype():
 
 
 def test_the_encoder_returns_states_only_when_asked(setting):
-    inputs = inputs_of(setting, [setting.ids], COUNT)
-    with torch.device("meta"):
-        silent = Gemma3Encoder(setting.gemma, setting.config, 1, SingleRank(), states=False)
-    outputs = functional_call(silent, setting.weights, (inputs,), strict=True)
+    inputs = inputs_of(setting, COUNT)
+    outputs = encode(setting, inputs, states=False)
     assert [*outputs] == ["video_features", "audio_features"]
     assert torch.equal(outputs["video_features"], encode(setting, inputs)["video_features"])

@@ -1,37 +1,20 @@
 """The modulation table's rows are the outputs of ltx-core's AdaLN modules."""
 
-from functools import cache
-
 import pytest
 import torch
-from helpers import SIZES, STREAMS, fp32_bound, ltx_model, made_config, rel
+from helpers import SIZES, STREAMS, fp32_bound, rel
 from helpers import one_thread as one_thread
+from steps import model_of
 
 from ltx_neuron.engine.residency import _REMEMBERED_TABLES, ModulationTables
-from ltx_neuron.models.modulation import (
-    A2V,
-    AV_GATE,
-    EMBEDDED_TIMESTEP,
-    MODULATION_ROWS,
-    PROMPT,
-    SELF_ATTENTION,
-    host_weights,
-    modulation_table,
-    sinusoid,
-)
+from ltx_neuron.models import modulation
+from ltx_neuron.models.modulation import A2V, AV_GATE, MODULATION_ROWS, host_weights, modulation_table
 from ltx_neuron.sampling.schedules import DISTILLED_SIGMAS
 
 SIGMAS = torch.tensor(DISTILLED_SIGMAS[:-1])
 MASKS = torch.tensor([1.0, 0.0, 0.3])
 SHOWS = 0.05  # rows of another timestep
 GATE_MULTIPLIER = 250.0  # unlike the release's 1000, which would hide a gate that ignores it
-
-
-@cache
-def model_of(name="4 heads of 8", **overrides):
-    content, config = made_config(SIZES[name], **overrides)
-    model = ltx_model(content)
-    return model, config, model.state_dict()
 
 
 def adaln(module, timestep):
@@ -49,22 +32,18 @@ def ltx_rows(model, stream, sigma, mask, gate_factor=1.0, cross_sigma=False):
     gates, _ = adaln(getattr(model, f"av_ca_{gate}_gate_adaln_single"), full * gate_factor)
     prompt, _ = adaln(getattr(model, f"{prefix}prompt_adaln_single"), full)
     return {
-        SELF_ATTENTION.row: rows,
+        modulation.SELF_ATTENTION.row: rows,
         A2V.row: cross,
         AV_GATE.row: gates,
-        PROMPT.row: prompt,
-        EMBEDDED_TIMESTEP.row: embedded[None],
+        modulation.PROMPT.row: prompt,
+        modulation.EMBEDDED_TIMESTEP.row: embedded[None],
     }
 
 
-def same(width: int) -> float:
-    """Bound of rows that come from the same products, of many timesteps at once and of one: the
-    layers of AdaLN sum over the sinusoid's 256 channels, then twice over the width."""
-    return fp32_bound(256, width, width)
-
-
 def check(table, model, stream, **options):
-    bound = same(table.shape[-1])
+    # The rows come from the same products, of many timesteps at once and of one: the layers of AdaLN sum over the
+    # sinusoid's 256 channels, then twice over the width.
+    bound = fp32_bound(256, table.shape[-1], table.shape[-1])
     for step, sigma in enumerate(SIGMAS):
         for u, mask in enumerate(MASKS):
             for first, rows in ltx_rows(model, stream, sigma, mask, **options).items():
@@ -105,66 +84,44 @@ def test_the_gates_timestep_has_a_scale_of_its_own(stream):
 
 
 def test_weights_in_bf16_are_widened_not_the_timestep_narrowed():
-    model, config, weights = model_of()
+    _, config, weights = model_of()
     narrow = {name: weight.bfloat16() for name, weight in weights.items()}
     wide = {name: weight.float() for name, weight in narrow.items()}
-    assert torch.equal(
-        modulation_table(narrow, config, "video", SIGMAS, MASKS), modulation_table(wide, config, "video", SIGMAS, MASKS)
-    )
-
-
-def test_the_sinusoid_is_ltx_cores_cosines_first():
-    from ltx_core.model.transformer.timestep_embedding import Timesteps
-
-    timesteps = torch.tensor([0.0, 421.875, 909.375, 1000.0])
-    theirs = Timesteps(256, flip_sin_to_cos=True, downscale_freq_shift=0)(timesteps)
-    assert torch.equal(sinusoid(timesteps), theirs)
+    assert torch.equal(*(modulation_table(each, config, "video", SIGMAS, MASKS) for each in (narrow, wide)))
 
 
 class Read(dict):
     """Weights that note which of them are read."""
 
-    def __init__(self, weights):
-        super().__init__(weights)
-        self.names = []
+    names = ()
 
     def __getitem__(self, name):
-        self.names.append(name)
+        self.names += (name,)
         return super().__getitem__(name)
 
 
 def test_the_weights_are_read_for_the_first_table_of_a_schedule_alone():
     _, config, weights = model_of()
-    weights = Read(weights)
-    tables = ModulationTables(weights, config)
+    tables = ModulationTables(weights := Read(weights), config)
     first = tables("video", SIGMAS, MASKS, False, SIGMAS)
-    assert weights.names and not any(name.startswith("audio_") for name in weights.names)
-    first_read = {*weights.names}
-    weights.names.clear()
+    read = {*weights.names}
+    assert read and not any(name.startswith("audio_") for name in read)
     assert tables("video", SIGMAS.clone(), MASKS.clone(), False, SIGMAS.clone()) is first
-    assert not weights.names
+    assert {*weights.names} == read
     tables("audio", SIGMAS, MASKS, False, SIGMAS)
-    assert {name: weights.get(name).shape for name in first_read.union(weights.names)} == host_weights(config)
+    assert {name: weights.get(name).shape for name in weights.names} == host_weights(config)
     for number in range(1, 3 * _REMEMBERED_TABLES):  # no more are kept than fit in memory
         tables("video", SIGMAS / number, MASKS, False, SIGMAS)
         assert len(tables._tables) <= _REMEMBERED_TABLES
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"stream": "audio"},
-        {"sigmas": SIGMAS / 2},
-        {"masks": MASKS / 2},
-        {"cross_sigma": True},
-        {"other_sigmas": SIGMAS * 0},
-    ],
-    ids=lambda change: next(iter(change)),
-)
-def test_another_schedule_has_another_table(change):
+CHANGES = {"stream": "audio", "sigmas": SIGMAS / 2, "masks": MASKS / 2, "cross_sigma": True, "other_sigmas": SIGMAS * 0}
+
+
+@pytest.mark.parametrize("changed", CHANGES)
+def test_another_schedule_has_another_table(changed):
     _, config, weights = model_of()
     first = {"stream": "video", "sigmas": SIGMAS, "masks": MASKS, "cross_sigma": False, "other_sigmas": SIGMAS}
-    tables = ModulationTables(weights, config)
+    other, tables = first | {changed: CHANGES[changed]}, ModulationTables(weights, config)
     tables(*first.values())
-    other = first | change
     assert torch.equal(tables(*other.values()), modulation_table(weights, config, **other))

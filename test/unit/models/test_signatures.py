@@ -50,64 +50,50 @@ from ltx_neuron.sampling.schedules import STAGE_2_SIGMAS
 TP, DTYPE = 4, torch.bfloat16
 SOUND = "mel decoder", "vocoder"  # in float32 whatever the dtype
 BUCKET = Bucket(video_tokens=24, audio_tokens=18, timesteps=2, max_steps=8)
-SMALL = 3, 3, 4  # latents
 GUIDED = Bucket(video_tokens=6, audio_tokens=4, timesteps=1, max_steps=3, guided=True)
 HELD = Bucket(24, 18, 2, 8, audio_timesteps=2, biased=True, nag=True, ancestral=True)
 VOICED = Bucket(6, 4, 1, max_steps=3, guided=True, audio_timesteps=2, identity=True)
 # All-reduces of a block: q/k norms of three stages; two streams x (three attentions, feed-forward)
 STATISTICS, ACTIVATIONS = 3, 8
-COLLECTIVES = {f"_c10d_functional.{name}.default" for name in fx.COLLECTIVES}
-CONTEXT = resolve("cpu", ("context_parallel=4",))
 CONNECTOR_SUMS, GEMMA_SUMS = 5, 2  # of a layer
+CONTEXT = resolve("cpu", ("context_parallel=4",))
+RELEASED = transformer_config(released_config())
 
 
 @pytest.fixture(scope="module")
 def manifests(tmp_path_factory):
     """Compiled programs by name. `released` has the full-size blocks: on the meta device they take no memory."""
-    released, (_, config) = transformer_config(released_config()), made_config(TinySizes(layers=1))
+    sizes, (_, config) = TinySizes(), made_config(TinySizes(layers=1))
     _, marked = made_config(TinySizes(layers=1), use_keyframes_abs_pos_embedding=True)
-    common, sizes = dict(tp=TP, comm=TorchDistComm(TP), dtype=DTYPE), TinySizes()
-    gemma = read_config(tiny_gemma_config(sizes), Path("gemma"))
+    _, many_heads = made_config(TinySizes(layers=1, heads=2 * TP))
+    gemma, tiny = read_config(tiny_gemma_config(sizes), Path("gemma")), tiny_config(sizes)
+    decoder, small = video_decoder_config(tiny), (2, 3, 2)
     # Of the released kinds of stages one each: others differ in their sizes alone.
-    whole = diffusion_vae.config_of()
+    whole, sound = diffusion_vae.config_of(), vocoder_config(tiny)
     last_stages = replace(whole, **{name: getattr(whole, name)[-3:] for name in ("channels", "depths", "kernels")})
     last_stages = replace(last_stages, upsamplings=whole.upsamplings[-2:])
-    sound = vocoder_config(tiny_config(sizes))
     vocoder, bwe = (replace(each, blocks=((3, (1,)),)) for each in (sound.vocoder, sound.bwe))
-    one_convolution = replace(sound, vocoder=vocoder, bwe=bwe)
-    programs = {
-        "released": partial(dit_program, released, BUCKET, blocks_per_graph=1, attention="nki", **common),
-        "whole step": partial(dit_program, config, BUCKET, blocks_per_graph=0, **common),
-        "guided": partial(dit_program, config, VOICED, blocks_per_graph=1, attention="nki", **common),
-        "held audio, a bias and NAG, ancestral, divided": partial(
-            dit_program, marked, HELD, blocks_per_graph=1, sequence_parallel=True, **common
-        ),
-        "context parallel": partial(
-            dit_program,
-            made_config(TinySizes(layers=1, heads=2 * TP))[1],
-            GUIDED,
-            blocks_per_graph=1,
-            context=registry.context(CONTEXT, TP),
-            **common,
-        ),
-        "gemma3": partial(gemma3_program, gemma, config, 128, states=True, **common),
-        "connectors": partial(connector_program, config, **common),
-        "video decoder": partial(tile_program, video_decoder_config(released_config()), (2, 3, 2), DTYPE),
-        "video decoder, conv3d": lambda: with_convolution(
-            tile_program(video_decoder_config(tiny_config(sizes)), (2, 3, 2), DTYPE), "conv3d"
-        ),
-        "diffusion decoder": partial(diffusion_program, last_stages, SMALL, DTYPE),
-        "mel decoder": partial(spectrogram_program, audio_decoder_config(tiny_config(sizes)), 3),
-        "vocoder": partial(waveform_program, one_convolution, 5),
-    }
-    compiled = {}
+    common = dict(tp=TP, comm=TorchDistComm(TP), dtype=DTYPE)
+    step = partial(dit_program, blocks_per_graph=1, **common)
+    compiled, folder = {}, tmp_path_factory.mktemp("graphs")
     with fake_process_group(CONTEXT.world_size(TP), groups=mesh.groups(CONTEXT, TP)):
-        for name, make in programs.items():
-            folder = tmp_path_factory.mktemp("graphs")
-            program = make()
-            dtype = torch.float32 if name in SOUND else DTYPE
-            compile_program(program, folder, {"model": name}, dtype)
-            compiled[name] = Manifest(folder), program
+        programs = {
+            "released": step(RELEASED, BUCKET, attention="nki"),
+            "whole step": step(config, BUCKET, blocks_per_graph=0),
+            "guided": step(config, VOICED, attention="nki"),
+            "held audio, a bias and NAG, ancestral, divided": step(marked, HELD, sequence_parallel=True),
+            "context parallel": step(many_heads, GUIDED, context=registry.context(CONTEXT, TP)),
+            "gemma3": gemma3_program(gemma, config, 128, states=True, **common),
+            "connectors": connector_program(config, **common),
+            "video decoder": tile_program(video_decoder_config(released_config()), small, DTYPE),
+            "video decoder, conv3d": with_convolution(tile_program(decoder, small, DTYPE), "conv3d"),
+            "diffusion decoder": diffusion_program(last_stages, (3, 3, 4), DTYPE),
+            "mel decoder": spectrogram_program(audio_decoder_config(tiny), 3),
+            "vocoder": waveform_program(replace(sound, vocoder=vocoder, bwe=bwe), 5),
+        }
+        for name, program in programs.items():
+            compile_program(program, folder / name, {"model": name}, torch.float32 if name in SOUND else DTYPE)
+            compiled[name] = Manifest(folder / name), program
     return compiled
 
 
@@ -127,7 +113,7 @@ def all_reduces(exported) -> list[torch.Tensor]:
     return [values(node)[0] for node in operations(exported) if node.target == reduce]
 
 
-def test_a_released_block_has_three_sums_of_flat_statistics_and_eight_of_activations(graphs):
+def test_a_block_has_three_sums_of_flat_statistics_and_eight_of_activations_and_no_graph_has_more(graphs):
     reduced = all_reduces(graphs["released", "blocks"])
     statistics, activations = ([t for t in reduced if t.ndim == 1], [t for t in reduced if t.ndim != 1])
     video, audio = BUCKET.video_tokens, BUCKET.audio_tokens
@@ -136,9 +122,6 @@ def test_a_released_block_has_three_sums_of_flat_statistics_and_eight_of_activat
     both = 2 * (video + audio)
     assert [t.numel() for t in statistics] == [both, video + audio + 2 * TEXT_TOKENS, both]
     assert [tuple(t.shape) for t in activations] == [(1, video, 4096), (1, audio, 2048)] * (ACTIVATIONS // 2)
-
-
-def test_other_graphs_have_as_many_all_reduces_as_their_layers_and_no_more(graphs):
     wanted = {("released", "head"): 0, ("released", "tail"): 0, ("guided", "guide"): 0}
     wanted |= dict.fromkeys([("whole step", "step"), ("guided", "blocks")], STATISTICS + ACTIVATIONS)
     wanted |= {("gemma3", "gemma3"): 4 * GEMMA_SUMS, ("connectors", "connectors"): 2 * CONNECTOR_SUMS}
@@ -152,42 +135,38 @@ def test_lint_finds_nothing_in_the_graphs_that_the_ranks_read(graphs):
         used |= {str(node.target) for node in operations(exported)}
         integers = {node.name for node in exported.graph.nodes for v in values(node) if v.dtype == torch.int32}
         assert integers <= {"step", "step_numbers"}, (program, name)
-    assert used == fx.EXPORTED | COLLECTIVES | {fx.WAIT}  # every operation that lint allows is needed
+    collectives = {f"_c10d_functional.{name}.default" for name in fx.COLLECTIVES}
+    assert used == fx.EXPORTED | collectives | {fx.WAIT}  # every operation that lint allows is needed
 
 
 def test_graphs_hold_nothing_and_their_inputs_and_outputs_are_those_of_their_fields(graphs, manifests):
     kinds = torch.export.graph_signature.InputKind
     for (program, name), exported in graphs.items():
         manifest = manifests[program][0]
-        described, nodes = manifest.graphs[name], exported.graph.nodes
-        specs = exported.graph_signature.input_specs
+        described, specs = manifest.graphs[name], exported.graph_signature.input_specs
         parameters = [spec.target.removeprefix("module.") for spec in specs if spec.kind == kinds.PARAMETER]
         inputs = [spec.arg.name for spec in specs if spec.kind == kinds.USER_INPUT]
         assert (parameters, inputs) == (list(described["parameters"]), described["inputs"])
         assert len(parameters) + len(inputs) == len(specs) and not exported.constants  # no buffer
-        named = {node.name: node for node in nodes if node.op == "placeholder"}
-        (output,) = (node for node in nodes if node.op == "output")
-        pairs = [(field, named[field]) for field in described["inputs"]]
-        pairs += zip(described["outputs"], output.args[0], strict=True)
+        nodes = {node.name: node for node in exported.graph.nodes if node.op in ("placeholder", "output")}
+        pairs = [(field, nodes[field]) for field in described["inputs"]]
+        pairs += zip(described["outputs"], nodes["output"].args[0], strict=True)
         for field, node in pairs:
             (value,), wanted = values(node), manifest.fields[field]
             assert (tuple(value.shape), value.dtype) == (wanted.shape, wanted.dtype), (program, name, field)
 
 
-class Reader(torch.nn.Module):
-    """Reads one of its fields, and another one if it is there."""
-
-    def forward(self, inputs):
-        more = inputs.get("more")
-        state = inputs["state"]
-        return {"state": state if more is None else torch.cat([state, more])}
-
-
 def test_a_graph_takes_the_fields_that_its_module_reads_and_returns_a_state_in_its_shape():
+    class Reader(torch.nn.Module):
+        """Reads one of its fields, and another one if it is there."""
+
+        def forward(self, inputs):
+            more = [inputs["more"]] if inputs.get("more") is not None else []
+            return {"state": torch.cat([inputs["state"], *more])}
+
     state = Field((2, 3), DTYPE)
     program = Program({"reader": Reader()}, {}, {"unread": state, "state": state}, {}, DTYPE)
-    assert program.graphs["reader"][1:] == (("state",), ("state",))
-    assert program.fields == {"state": state}
+    assert program.graphs["reader"][1:] == (("state",), ("state",)) and program.fields == {"state": state}
     program = Program({"reader": Reader()}, {}, {"state": state, "more": state}, {}, DTYPE)
     with pytest.raises(ValueError, match=r"reader returns state as .*\(4, 3\).* wanted .*\(2, 3\)"):
         program.fields  # noqa: B018 - derived when it is read
@@ -195,10 +174,9 @@ def test_a_graph_takes_the_fields_that_its_module_reads_and_returns_a_state_in_i
 
 def test_no_input_of_a_released_step_holds_modulation_per_token():
     """AdaLN rows of every token would be gigabytes. The largest inputs are as wide as a stream."""
-    config = transformer_config(released_config())
     for stream, width in (("video_tokens", 4096), ("audio_tokens", 2048)):
         longer = replace(BUCKET, **{stream: getattr(BUCKET, stream) + 1000})
-        programs = [dit_program(config, bucket, TP, TorchDistComm(TP), DTYPE, 1) for bucket in (BUCKET, longer)]
+        programs = [dit_program(RELEASED, bucket, TP, TorchDistComm(TP), DTYPE, 1) for bucket in (BUCKET, longer)]
         taken = {name for graph in programs[0].graphs.values() for name in graph.inputs}
         before, after = ({name: math.prod(program.fields[name].shape) for name in taken} for program in programs)
         assert max((after[name] - before[name]) / 1000 for name in taken) == width
@@ -230,17 +208,19 @@ def test_files_hold_no_pickle_and_no_weights_and_tell_nothing_of_where_they_were
 def test_a_file_with_a_pickle_inside_or_that_its_manifest_does_not_describe_is_refused(manifests, tmp_path):
     source, _ = manifests["connectors"]
     content = json.loads((source.folder / MANIFEST).read_text())
-    file = tmp_path / content["graphs"]["connectors"]["file"]
+    described = content["graphs"]["connectors"]
+    file = tmp_path / described["file"]
     file.write_bytes((source.folder / file.name).read_bytes())
     with zipfile.ZipFile(file, "a") as archive:
         archive.writestr("connectors/data/sample_inputs/other.pt", b"\x80\x02.")
-    (tmp_path / MANIFEST).write_text(json.dumps(content))
-    with pytest.raises(UserError, match="not the graph its manifest describes"):
-        Manifest(tmp_path).load("connectors")
-    content["graphs"]["connectors"]["sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
-    (tmp_path / MANIFEST).write_text(json.dumps(content))
-    with pytest.raises(UserError, match="holds pickled data"):
-        Manifest(tmp_path).load("connectors")
+    for digest, message in (
+        (described["sha256"], "not the graph its manifest describes"),
+        (hashlib.sha256(file.read_bytes()).hexdigest(), "holds pickled data"),
+    ):
+        described["sha256"] = digest
+        (tmp_path / MANIFEST).write_text(json.dumps(content))
+        with pytest.raises(UserError, match=message):
+            Manifest(tmp_path).load("connectors")
 
 
 def test_a_manifest_reads_back_as_the_program_it_was_written_for(manifests):
@@ -253,46 +233,19 @@ def test_a_manifest_reads_back_as_the_program_it_was_written_for(manifests):
             assert (tuple(described["inputs"]), tuple(described["outputs"])) == (inputs, outputs)
             assert described["parameters"] == {n: list(p.shape) for n, p in module.named_parameters()}
         assert name != "guided" or manifest.weights() == manifests["whole step"][0].weights()  # one set of rank files
-        assert manifest.weights() == {
-            weight_name(parameter, first): tuple(tensor.shape)
-            for calls in program.runs.values()
-            for graph, first in calls
-            for parameter, tensor in program.graphs[graph].module.named_parameters()
-        }
-
-
-def test_the_costs_of_a_run_are_those_of_its_calls(manifests):
-    manifest, _ = manifests["released"]
-    head, blocks, tail = (manifest.graphs[name]["cost"] for name in ("head", "blocks", "tail"))
-    tokens = BUCKET.video_tokens + BUCKET.audio_tokens
-    widths = BUCKET.video_tokens * 4096 + BUCKET.audio_tokens * 2048
-    assert head["flops"] == tail["flops"] == 2 * 128 * widths
-    cost = manifest.cost()
-    assert cost["collectives"] == 48 * (STATISTICS + ACTIVATIONS)
-    assert cost["flops"] == head["flops"] + 48 * blocks["flops"] + tail["flops"]
-    assert blocks["collective_bytes"] == 4 * (5 * tokens + 2 * TEXT_TOKENS) + 2 * 4 * widths
-
-
-class Planted(torch.nn.Module):
-    """A graph of blocks that makes a constant tensor."""
-
-    def __init__(self, make):
-        super().__init__()
-        self.make = make
-
-    def forward(self, inputs):
-        x = inputs["video_hidden"]
-        made = x + self.make(x.shape[-1], device=x.device).to(x.dtype)
-        return {"video_hidden": made, "audio_hidden": inputs["audio_hidden"] * 1}
+        assert manifest.weights() == program.weights()
 
 
 @pytest.mark.parametrize("make", [torch.arange, torch.zeros, torch.rand])
 def test_a_graph_that_makes_a_tensor_of_its_own_is_refused(make, tmp_path):
-    with fake_process_group(TP):
-        program = dit_program(made_config()[1], BUCKET, TP, TorchDistComm(TP), DTYPE, blocks_per_graph=1)
-        program.modules["blocks"] = Planted(make)
-        with pytest.raises(RuntimeError, match=rf"makes a constant tensor \(aten\.{make.__name__}\.default\)"):
-            compile_program(program, tmp_path, {}, DTYPE)
+    class Planted(torch.nn.Module):
+        def forward(self, inputs):
+            x = inputs["x"]
+            return {"x": x + make(x.shape[-1], device=x.device).to(x.dtype)}
+
+    runs, fields = {"main": (("planted", 0),)}, {"x": Field((2, 3), DTYPE)}
+    with pytest.raises(RuntimeError, match=rf"makes a constant tensor \(aten\.{make.__name__}\.default\)"):
+        compile_program(Program({"planted": Planted()}, runs, fields, {}, DTYPE), tmp_path, {}, DTYPE)
     assert not (tmp_path / MANIFEST).exists()
 
 
@@ -324,22 +277,18 @@ def test_every_cut_of_the_step_gives_the_same_bits_when_run_from_its_files(cut, 
         assert furthest(outputs[name], inputs[name]) > 0
 
 
-@pytest.mark.parametrize(("wanted", "calls"), [(1, 4), (3, 2), (48, 1)])
-def test_groups_of_blocks_are_all_alike_and_at_most_as_long_as_wanted(wanted, calls):
-    layers = 4
-    config = made_config(TinySizes(layers=layers))[1]
-    program = dit_program(config, BUCKET, 1, SingleRank(), torch.float32, wanted)
-    firsts = [first for name, first in program.runs["main"] if name == "blocks"]
-    length = layers // calls
-    assert firsts == list(range(0, layers, length))
-    assert len(program.graphs["blocks"].module.transformer_blocks) == length
-
-
-@pytest.mark.parametrize("guided", [False, True])
-@pytest.mark.parametrize(("wanted", "cut"), [(0, set()), (2, {"blocks"}), (4, set())])
-def test_only_a_graph_that_is_called_for_other_blocks_again_has_no_weights_of_its_own(guided, wanted, cut):
+# Blocks wanted in a graph, a model's four blocks that begin one, and the graphs without weights of their own
+@pytest.mark.parametrize(
+    ("wanted", "firsts", "cut"),
+    [(0, [], set()), (1, [0, 1, 2, 3], {"blocks"}), (3, [0, 2], {"blocks"}), (48, [0], set())],
+)
+@pytest.mark.parametrize("bucket", [BUCKET, GUIDED], ids=["plain", "guided"])
+def test_groups_of_blocks_are_all_alike_and_cut_where_they_are_called_for_other_blocks_again(
+    bucket, wanted, firsts, cut
+):
     """A guided step runs all its graphs once for each pass, on the same weights every time."""
-    config = made_config(TinySizes(layers=4))[1]
-    bucket = GUIDED if guided else BUCKET
-    program = dit_program(config, bucket, 1, SingleRank(), torch.float32, wanted)
+    program = dit_program(made_config(TinySizes(layers=4))[1], bucket, 1, SingleRank(), torch.float32, wanted)
+    calls = [call for run in program.runs.values() for call in run]
+    assert [first for name, first in calls if name == "blocks"] == firsts
+    assert not firsts or len(program.graphs["blocks"].module.transformer_blocks) * len(firsts) == 4
     assert cut_graphs(program.runs) == cut

@@ -1,16 +1,15 @@
 """The video decoder and encoder of the ranks against ltx-core's, and the tiles that they are given."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import Convolutions, convolutions_bound, one_thread, randn, randomised, rel, run_program  # noqa: F401
+from helpers import Convolutions, one_thread, randn, rel, run_program  # noqa: F401
 from ltx_core.model.video_vae import SpatialTilingConfig, TemporalTilingConfig
-from tiny import TinySizes
-from tiny.config import merge, released_config, tiny_config
-from torch import Tensor, nn
-from video_encoders import OTHER_ORDER, ltx_encoder, pixels
-from video_encoders import config_of as encoder_config
+from tiny.config import released_config
+from torch import Tensor
+from video_vaes import BOTH, OTHER_ORDER, assert_equal, bound, config_of, given_to, ltx_vae
 
 from ltx_neuron.backends.tiles import RankEncoder
 from ltx_neuron.config.profiles import PROFILES, resolve
@@ -22,41 +21,13 @@ from ltx_neuron.models.programs import Program, cut_graphs, encoder_program, til
 TILES = [(1, 1, 1), (3, 2, 3)]  # latents
 GIVEN = {"decoder": "tile_latent", "encoder": "tile_pixels"}
 MADE = {"decoder": "tile_pixels", "encoder": "tile_latent"}
-BOTH = pytest.mark.parametrize("side", GIVEN)
-# Not the released order, nor its numbers of blocks; two groups of blocks without an upsampling between them.
-DECODER_BLOCKS = [
-    ["res_x", 2],
-    ["compress_space", {"multiplier": 1}],
-    ["compress_all", {"multiplier": 4}],
-    ["res_x", {"num_layers": 1}],
-    ["res_x", {"num_layers": 3}],
-    ["compress_time", {}],
-    ["compress_all", {"multiplier": 2}],
-]
-OTHER = {"decoder_blocks": DECODER_BLOCKS, "patch_size": 4, "decoder_base_channels": 4}
-
-
-def decoder_config(**changes) -> dict:
-    return merge(tiny_config(TinySizes()), {"vae": changes})
-
-
-def ltx_model(side: str, **changes) -> nn.Module:
-    from ltx_core.model.video_vae import VideoDecoderConfigurator
-
-    if side == "encoder":
-        return ltx_encoder(**changes)
-    return randomised(VideoDecoderConfigurator.from_config(decoder_config(**changes)))
-
-
-def given_to(side: str, *size: int) -> Tensor:
-    """The latent, or the pixels, of a tile of so many latents."""
-    return randn(1, 128, *size) if side == "decoder" else pixels(*size)
 
 
 def program_of(side: str, given: Tensor, **changes) -> Program:
+    config, sizes = config_of(side, **changes), tuple(given.shape[2:])
     if side == "decoder":
-        return tile_program(video_decoder_config(decoder_config(**changes)), given.shape[2:], given.dtype)
-    return encoder_program(video_encoder_config(encoder_config(**changes)), tuple(given.shape[2:]), given.dtype)
+        return tile_program(video_decoder_config(config), sizes, given.dtype)
+    return encoder_program(video_encoder_config(config), sizes, given.dtype)
 
 
 def computed(side: str, weights: dict, given: Tensor, form: str = "conv2d", **changes) -> dict[str, Tensor]:
@@ -71,32 +42,28 @@ def computed(side: str, weights: dict, given: Tensor, form: str = "conv2d", **ch
 @pytest.mark.parametrize("form", ["conv2d", "conv3d"])
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_outputs_equal_ltx_cores(side, tile, form):
-    model, given = ltx_model(side), given_to(side, *tile)
+    model, given = ltx_vae(side), given_to(side, *tile)
     with Convolutions() as convolutions:
         values = computed(side, model.state_dict(), given, form)
-    ours, theirs = values[MADE[side]], model(given)
     assert convolutions.dimensions == {int(form[4])}
-    assert ours.shape == theirs.shape and rel(ours, theirs) < min(convolutions_bound(model), 1e-5)
-    for axis in (2, 3, 4):  # the first frame, which an encoder's convolutions repeat, and borders at zeros
-        for end in (0, -1):
-            assert rel(ours.select(axis, end), theirs.select(axis, end)) < 1e-5, (axis, end)
+    assert_equal(values[MADE[side]], model(given), model)
     assert values["finite"].shape == (1,) and values["finite"].isfinite()
     given[0, 1, 0, -1, 0] = torch.nan
     assert not computed(side, model.state_dict(), given, form)["finite"].isfinite()
 
 
 @pytest.mark.parametrize(
-    ("side", "size", "changes", "shared"),
+    ("side", "size", "shared"),
     [
-        ("decoder", (2, 1, 2), OTHER, {"residual_2", "residual_6"}),
-        ("encoder", (1, 2, 1), {"encoder_blocks": OTHER_ORDER}, {"residual_1"}),
-        ("encoder", (3, 2, 1), {"encoder_blocks": OTHER_ORDER}, {"residual_1"}),
+        ("decoder", (2, 1, 2), {"residual_2", "residual_6"}),
+        ("encoder", (1, 2, 1), {"residual_1"}),
+        ("encoder", (3, 2, 1), {"residual_1"}),
     ],
 )
-def test_another_order_of_blocks_is_followed_and_a_stages_blocks_share_a_graph(side, size, changes, shared):
-    model, given = ltx_model(side, **changes), given_to(side, *size)
+def test_another_order_of_blocks_is_followed_and_a_stages_blocks_share_a_graph(side, size, shared):
+    model, given, changes = ltx_vae(side, **OTHER_ORDER[side]), given_to(side, *size), OTHER_ORDER[side]
     values = computed(side, model.state_dict(), given, **changes)
-    assert rel(values[MADE[side]], model(given)) < convolutions_bound(model)
+    assert rel(values[MADE[side]], model(given)) < bound(model)
     assert cut_graphs(program_of(side, given, **changes).runs) == shared
 
 
@@ -104,12 +71,11 @@ def test_another_order_of_blocks_is_followed_and_a_stages_blocks_share_a_graph(s
     ("side", "size", "changes"), [("decoder", (2, 3, 2), {"decoder_base_channels": 16}), ("encoder", (2, 3, 1), {})]
 )
 def test_bfloat16_is_no_further_from_float32_than_ltx_cores_bfloat16(side, size, changes):
-    model, given = ltx_model(side, **changes).bfloat16(), given_to(side, *size).bfloat16()
+    model, given = ltx_vae(side, **changes).bfloat16(), given_to(side, *size).bfloat16()
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     theirs, exact = model(given), model.float()(given.float())
     ours = computed(side, weights, given, **changes)[MADE[side]]
-    assert ours.dtype == torch.bfloat16
-    assert rel(ours.float(), exact) <= rel(theirs.float(), exact)
+    assert ours.dtype == torch.bfloat16 and rel(ours.float(), exact) <= rel(theirs.float(), exact)
 
 
 def test_the_released_models_are_eleven_graphs_for_twenty_four_calls():
@@ -142,9 +108,6 @@ def test_a_model_that_is_not_built_as_the_released_one_is_refused_by_what_differ
         program_of(side, given_to(side, 1, 1, 1), **changes)
 
 
-# --- tiles ----------------------------------------------------------------------------------------
-
-
 def tiles_of(profile: str, clip: tuple, *settings: str):
     return [tile_shape(tile) for tile in cut(clip, tiling_for_ranks(resolve(profile, settings), clip, 4))]
 
@@ -172,48 +135,33 @@ def test_tiles_that_ltx_core_would_not_take_are_refused(setting):
         resolve("cpu", (setting,))
 
 
-class Seen:
-    """Decodes tiles with ltx-core's decoder, and notes how many at a time and of which shape."""
-
-    def __init__(self):
-        self.decoder, self.calls = ltx_model("decoder", decoder_base_channels=2), []
-
-    def __call__(self, latents: list[Tensor]) -> list[Tensor]:
-        (shape,) = {tuple(latent.shape[2:]) for latent in latents}
-        self.calls.append((len(latents), shape))
-        return [self.decoder(latent) for latent in latents]
-
-
 @pytest.mark.parametrize("at_once", [1, 4])
 def test_tiles_decoded_together_make_the_frames_of_ltx_cores_tiled_decode(at_once):
     # Borders in rows, columns and time; the last tiles are smaller.
     config = TilingConfig(SpatialTilingConfig(64, 32), TemporalTilingConfig(24, 8))
-    latent, seen = randn(1, 128, 6, 2, 4), Seen()
-    chunks = TiledDecoder(seen, at_once).tiled_decode(latent, config)
-    first = next(chunks)
-    tiles = seen.decoder._prepare_tiles(latent, config)
-    assert sum(count for count, _ in seen.calls) < len(tiles)  # frames come before the last tiles are decoded
-    chunks, wanted = [first, *chunks], list(seen.decoder.tiled_decode(latent, config))
+    latent, decoder, counts = randn(1, 128, 6, 2, 4), ltx_vae("decoder", decoder_base_channels=2), []
+
+    def decode(latents: list[Tensor]) -> list[Tensor]:
+        counts.append(len(latents))
+        assert len({latent.shape for latent in latents}) == 1
+        return [decoder(latent) for latent in latents]
+
+    chunks = TiledDecoder(decode, at_once).tiled_decode(latent, config)
+    first, tiles = next(chunks), decoder._prepare_tiles(latent, config)
+    assert sum(counts) < len(tiles)  # frames come before the last tiles are decoded
+    chunks, wanted = [first, *chunks], list(decoder.tiled_decode(latent, config))
     assert len(chunks) == len(wanted) > 1
     assert all(torch.equal(got, want) for got, want in zip(chunks, wanted, strict=True))
-    assert sum(count for count, _ in seen.calls) == len(tiles)
-    assert max(count for count, _ in seen.calls) == at_once
-
-
-class Encoding(RankEncoder):
-    """Encodes tiles with a function; notes how many it gets together, and of which program."""
-
-    def __init__(self):
-        self.calls = []
-
-    def _run(self, program, output, parts, sequence="main", **constants):
-        self.calls.append((program, len(parts)))
-        return [part["tile_pixels"].mean((2, 3, 4)) for part in parts]
+    assert sum(counts) == len(tiles) and max(counts) == at_once
 
 
 def test_tiles_of_one_shape_are_encoded_together_and_keep_their_order():
-    tiles = [randn(1, 3, 9, 32, columns, seed=columns) for columns in (64, 32, 64)]
-    seen = Encoding()
-    latents = seen(tiles)
-    assert seen.calls == [("encoder-9x32x64", 2), ("encoder-9x32x32", 1)]
+    calls, tiles = [], [randn(1, 3, 9, 32, columns, seed=columns) for columns in (64, 32, 64)]
+
+    def run(program, output, parts):
+        calls.append((program, len(parts)))
+        return [part["tile_pixels"].mean((2, 3, 4)) for part in parts]
+
+    latents = RankEncoder.__call__(SimpleNamespace(_run=run), tiles)
+    assert calls == [("encoder-9x32x64", 2), ("encoder-9x32x32", 1)]
     assert all(torch.equal(got, tile.mean((2, 3, 4))) for got, tile in zip(latents, tiles, strict=True))
