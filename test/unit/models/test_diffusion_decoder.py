@@ -17,7 +17,7 @@ from ltx_neuron.engine.decode import Decoder
 from ltx_neuron.engine.resume import JobRun
 from ltx_neuron.errors import UserError
 from ltx_neuron.host import diffusion
-from ltx_neuron.host.diffusion import neighbourhoods
+from ltx_neuron.host.diffusion import neighbourhoods, rope_table
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Size
 from ltx_neuron.models import diffusion_decoder
@@ -210,3 +210,15 @@ def test_memory_is_the_same_for_every_length_and_grows_with_the_picture():
     short, long = (needs(config, (f, 8, 12), torch.float32) for f in (20, 200))
     assert short == long < needs(config, (20, 16, 12), torch.float32)
     assert needs(config, (20, 8, 12), torch.bfloat16) < short
+
+
+def test_rotated_scores_depend_on_distances_alone():
+    sizes, head_dim = (9, 6, 5), 16
+    tables = [rope_table(n + 3, d) for n, d in zip(sizes, config_of().rope_split, strict=True)]
+    query, key = randn(1, *sizes, head_dim), randn(1, *sizes, head_dim, seed=1)
+    scores = []
+    for shift in (0, 3):
+        moved = [table[:, shift : shift + n] for table, n in zip(tables, sizes, strict=True)]
+        turned = (rotate(x, *moved).flatten(0, 3) for x in (query, key))
+        scores.append(torch.mm(*(x if n == 0 else x.T for n, x in enumerate(turned))))
+    assert rel(*scores) < FP32

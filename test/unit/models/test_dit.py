@@ -15,7 +15,7 @@ from steps import AUDIO_TOKENS, EQUAL, FPS, SHAPE, SHOWS, distance, ltx_loop, lt
 
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.models import attention, dit
-from ltx_neuron.models.modulation import modulation_table
+from ltx_neuron.models.modulation import AV_GATE, modulation_table
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import dit_program
 from ltx_neuron.sampling.conditions import ImageCondition
@@ -150,6 +150,46 @@ def test_cross_sigma_is_the_audio_video_modulation_of_1_0_0_which_differs_where_
         assert apart < EQUAL if as_now else apart > SHOWS
 
 
+@pytest.mark.parametrize(
+    "taken", [f"{m}_{kind}" for m in STREAMS for kind in ("context", "cos", "sin", "cross_cos", "cross_sin")]
+)
+def test_every_input_of_the_blocks_reaches_the_latents(taken):
+    s = setting()
+    values = first_step(s)
+    before, after = after_step(s, values), after_step(s, values | {taken: values[taken] * 0.5})
+    assert max(rel(after[f"{m}_latent"], before[f"{m}_latent"]) for m in STREAMS) > EQUAL
+
+
+@pytest.mark.parametrize("job", ["text to video", "image held"])
+def test_a_step_of_no_length_leaves_the_latents_and_half_a_step_to_zero_is_half_of_the_way(job):
+    s = setting(job=job)
+    values = step_values(s, (0.7, 0.7, 0.7, 0.0))
+    still, ended = (after_step(s, values | step_number(n)) for n in (0, 2))
+    half = after_step(s, step_values(s, (0.7, 0.35)) | step_number(0))
+    for name in ("video_latent", "audio_latent"):
+        assert rel(still[name], values[name]) < EQUAL
+        assert rel(half[name], (values[name] + ended[name]) / 2) < EQUAL
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+def test_without_its_gate_a_stream_hears_nothing_of_the_other(stream):
+    """The gate's row of the modulation table is zero, and its learned entry too."""
+    s = setting()
+    weights = {name: tensor.clone() for name, tensor in s.weights.items()}
+    for name, tensor in weights.items():
+        if name.endswith(f"scale_shift_table_a2v_ca_{stream}"):
+            tensor[AV_GATE.entry] = 0
+    values = first_step(s)
+    other = f"{OTHER[stream]}_latent"
+    changed = {other: 2 * values[other]}
+    with_gate = [after_step(s, values | more)[f"{stream}_latent"] for more in ({}, changed)]
+    assert rel(*with_gate) > EQUAL
+    values[f"{stream}_modulation"][:, :, AV_GATE.rows] = 0
+    before, after = (after_step(s, values | more, weights) for more in ({}, changed))
+    assert torch.equal(after[f"{stream}_latent"], before[f"{stream}_latent"])
+    assert rel(after[other], before[other]) > SHOWS
+
+
 # A flag of the config, and a part of the names of the weights that it leaves out
 @pytest.mark.parametrize(
     ("flag", "gone"),
@@ -179,6 +219,15 @@ def with_modulation(s: Setting, values, still=(False, False), audio_masks=None):
         table = modulation_table(s.weights, s.config, name, own[name], masks, other_sigmas=other)
         values[f"{name}_modulation"] = table
     return values
+
+
+def test_tokens_held_at_full_strength_leave_a_step_as_they_are_in_the_clean_latent():
+    s = setting(job="image held")
+    values = first_step(s)
+    values["video_latent"][:, :PER_FRAME] = s.held.clean_latent[:, :PER_FRAME]
+    after = after_step(s, values)["video_latent"]
+    assert torch.equal(after[:, :PER_FRAME], s.held.clean_latent[:, :PER_FRAME])
+    assert rel(after[:, PER_FRAME:], values["video_latent"][:, PER_FRAME:]) > SHOWS
 
 
 def test_audio_tokens_that_are_held_are_ltx_cores_and_stay_what_they_are():

@@ -12,7 +12,7 @@ from torch import nn
 from ltx_neuron.config.common import AttentionSize
 from ltx_neuron.models import attention as layers
 from ltx_neuron.models.attention import Attention, AttentionCall, attend, matmul, part_of_attention, sdpa
-from ltx_neuron.models.parallel import ContextParallel, FeedForward, ShardedRMSNorm, SingleRank, sum_partials
+from ltx_neuron.models.parallel import ContextParallel, FeedForward, ShardedRMSNorm, SingleRank, rms_norm, sum_partials
 from ltx_neuron.models.rope import split_rope
 
 HEADS, SIZE, TOKENS, KEYS = 8, 6, 5, 7
@@ -256,3 +256,24 @@ def test_the_squares_of_a_norm_over_ranks_are_summed_in_fp32():
     x = randn(3, 4096).bfloat16()
     expected = x.double().square().sum(-1, keepdim=True)
     assert rel(ShardedRMSNorm.statistic(x), expected) < fp32_bound(4096)
+
+
+@given(factor=st.floats(0.01, 100.0), seed=st.integers(0, 99))
+def test_an_rms_norm_forgets_the_length_of_a_token_and_keeps_its_direction(factor, seed):
+    x = randn(1, 3, 16, seed=seed)
+    normed = rms_norm(factor * x, eps=0.0)
+    assert rel(normed, rms_norm(x, eps=0.0)) < fp32_bound(16)
+    assert torch.allclose(normed.square().mean(-1), torch.ones(1, 3), atol=fp32_bound(16))
+
+
+def test_gates_of_zero_pass_every_head_and_large_ones_double_or_drop_it():
+    module, x = attention(), randn(1, TOKENS, INNER, seed=1)
+    state = module.state_dict()
+
+    def gated(logit: float) -> torch.Tensor:
+        gates = {"weight": torch.zeros(HEADS, INNER), "bias": torch.full((HEADS,), logit)}
+        module.load_state_dict(state | {f"to_gate_logits.{kind}": tensor for kind, tensor in gates.items()})
+        return alone(module, x) - module.to_out[0].bias
+
+    plain, doubled, dropped = map(gated, (0.0, 50.0, -50.0))
+    assert rel(doubled, 2 * plain) < BOUND and dropped.abs().max() < BOUND < plain.abs().max()

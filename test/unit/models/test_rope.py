@@ -146,6 +146,15 @@ def tables_at(position: tuple[float, float, float]):
     return split_rope(torch.tensor(position, dtype=torch.float32).view(1, 3, 1), VIDEO_MAX, 96, 4, THETA)
 
 
+@given(position=POSITION)
+def test_a_rotation_keeps_the_length_of_each_head_and_its_reverse_undoes_it(position):
+    tables, (query, _) = tables_at(position), TURNED
+    turned = rotate(query, tables)
+    assert torch.allclose(turned.norm(dim=-1), query.norm(dim=-1), rtol=4 * FP32_ROUNDING)
+    back = rotate(turned, tables._replace(sin=-tables.sin))
+    assert furthest(back, query) < ROTATION
+
+
 @given(query=POSITION, key=POSITION, shift=st.floats(-1, 1))
 def test_a_score_depends_on_the_distance_of_its_tokens_alone(query, key, shift):
     """Phases reach theta pi / 2 = 16,000, of which fp32 has the last 0.001: the shift keeps them."""
