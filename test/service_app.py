@@ -18,7 +18,7 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.job import Size
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.service.jobs import JobSubmitter
-from ltx_neuron.service.queue import Queue
+from ltx_neuron.service.queue import Entry, Queue
 from ltx_neuron.service.settings import Limits
 from ltx_neuron.service.sizes import CompiledSize, SizeRegistry
 from ltx_neuron.service.tokens import Tokens, new_token
@@ -27,6 +27,7 @@ SMALL = Size(512, 768, 121)
 FORM = b"multipart/form-data; boundary=b"
 MOST_BODY, PIECE = 2**20, 2**16  # bytes; the second of a body as the server hands it on
 SIZE = f"{SMALL.width}x{SMALL.height}"
+VIDEOS = "/v1/videos"
 
 
 class Sent(NamedTuple):
@@ -43,8 +44,16 @@ class Got(NamedTuple):
     body: bytes
 
     @property
+    def json(self) -> dict:
+        return json.loads(self.body)
+
+    @property
     def error(self) -> dict:
-        return json.loads(self.body)["error"]
+        return self.json["error"]
+
+    @property
+    def refused(self) -> tuple[int, str]:
+        return self.status, self.error["code"]
 
 
 async def answer(app, sent: Sent, hangs: bool = False) -> Got:
@@ -87,6 +96,30 @@ class Service(NamedTuple):
         said = {"host": b"127.0.0.1:8000", "authorization": b"Bearer " + self.token}
         said |= {"content-type": kind} | more
         return tuple((name.replace("_", "-").encode(), value) for name, value in said.items())
+
+    def send(self, method: str, path: str, query: bytes = b"", **headers) -> Got:
+        return self.ask(Sent(method, path, query, self.headers(**headers)))
+
+    def get(self, path: str, query: bytes = b"", **headers) -> Got:
+        return self.send("GET", path, query, **headers)
+
+    def post(self, **fields) -> Got:
+        """Fields as JSON, `waves` in the compiled size unless they say otherwise."""
+        body = json.dumps({"prompt": "waves", "size": SIZE} | fields).encode()
+        return self.ask(Sent("POST", VIDEOS, b"", self.headers(), body))
+
+    def post_form(self, **fields) -> Got:
+        """Fields as a form; bytes are files."""
+        return self.ask(Sent("POST", VIDEOS, b"", self.headers(FORM), form({"prompt": "waves"} | fields)))
+
+    def accepted(self, **fields) -> str:
+        got = self.post(**fields)
+        assert got.status == 200, got.body
+        return got.json["id"]
+
+    def claimed(self) -> Entry:
+        (entry,) = self.queue.claim("w", self.queue.next_batch_key(), 1)
+        return entry
 
 
 class Compiled:
@@ -167,15 +200,8 @@ def form(fields: dict[str, object]) -> bytes:
     parts = []
     for name, value in fields.items():
         file = b'; filename="a.png"' if isinstance(value, bytes) else b""
-        content = value if isinstance(value, bytes) else text_of(value).encode(errors="replace")
+        text = value if isinstance(value, str | bytes) else json.dumps(value)
+        content = text if isinstance(text, bytes) else text.encode(errors="replace")
         head = b'Content-Disposition: form-data; name="' + name.encode(errors="replace") + b'"'
         parts.append(b"--b\r\n" + head + file + b"\r\n\r\n" + content + b"\r\n")
     return b"".join(parts) + b"--b--\r\n"
-
-
-def text_of(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def get(service: Service, path: str, query: bytes = b"", **headers) -> Got:
-    return service.ask(Sent("GET", path, query, service.headers(**headers)))
