@@ -54,8 +54,7 @@ def setup(scripts, tiny):
 
 @pytest.fixture(scope="module")
 def wanted(setup, tiny, shared: Path) -> list[bytes]:
-    """The videos of ASKED, of one with an image and of one for a sound, as generate_ltx23.py makes
-    them; made once a session."""
+    """The videos of ASKED, of one with an image and of one for a sound, as generate_ltx23.py makes them."""
     lines = [{"seed": 10, "prompt": fields["prompt"], **line} for fields, line in ASKED]
     lines[2]["seed"] = 4
     lines += [{"prompt": "a golden retriever", "image": [str(tiny.image), 0], **SMALL}]
@@ -102,7 +101,7 @@ class Service:
             self.log.flush()
 
     def client(self, owner: str = "ada", **more):
-        import openai  # not when tests are collected: it takes seconds
+        import openai
 
         return openai.OpenAI(base_url=self.url, api_key=self.tokens[owner], **more)
 
@@ -156,3 +155,10 @@ def stop_after(working, *entries) -> threading.Thread:
     thread = threading.Thread(target=watch)
     thread.start()
     return thread
+
+
+def run_until(working, *entries) -> None:
+    """Let a worker run until entries are completed."""
+    watching = stop_after(working, *entries)
+    working.run()
+    watching.join()
