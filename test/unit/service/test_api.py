@@ -7,22 +7,18 @@ import time
 from contextlib import closing
 
 import pytest
-import torch
 from helpers import allowed
 
 pytest.importorskip("fastapi", reason="the extra is not installed: pip install -e .[serve]")
 
 from fuzz import times
-from jobs import make_job
-from safetensors.torch import save_file
 from service_app import FORM, MOST_BODY, SIZE, VIDEOS, Sent, Service, form, listening, opened
 
 from ltx_neuron.report.price import Price
 from ltx_neuron.service import limits
 from ltx_neuron.service.api_error import ERRORS
-from ltx_neuron.service.jobs import JobSubmitter, job_of
+from ltx_neuron.service.jobs import JobSubmitter
 from ltx_neuron.service.tokens import new_token
-from ltx_neuron.weights.lora import Lora
 
 LONGEST_SECONDS = 20  # of one request; a picture takes a process of its own
 
@@ -212,19 +208,6 @@ def test_a_video_has_its_settings_and_place_and_the_queue_its_counts_and_workers
         assert supervised.get("/v1/queue").json == counts | {"starting": True}
         supervised.queue.renew("w", {})
         assert supervised.get("/v1/queue").json == counts | {"workers": 1}
-
-
-def test_a_request_chooses_among_the_commands_sets_of_loras(service, tmp_path):
-    style = tmp_path / "style.safetensors"
-    save_file({"x": torch.zeros(2)}, style)
-    service.sizes.lora_sets = sets = {"default": make_job(), "anime": make_job(loras=(Lora(style, 0.8),))}
-    (model,) = service.get("/v1/models").json["data"]
-    assert model["lora_sets"] == {"default": [], "anime": [{"name": "style.safetensors", "strength": 0.8}]}
-    assert model["default"]["size"] == SIZE and model["default"] in model["sizes"]
-    for fields, loras in (({"lora_set": "anime"}, sets["anime"].loras), ({"lora_set": "default"}, ()), ({}, ())):
-        entry = service.queue.get("ada", service.accepted(**fields))
-        assert job_of(entry.params, tmp_path).loras == loras
-    assert len({entry.batch_key for entry in service.queue.page("ada")[0]}) == 2  # one set's jobs are made together
 
 
 STATES = {

@@ -147,14 +147,32 @@ def test_the_model_lists_the_inputs_that_it_takes_with_their_sizes(studio):
     (model,) = studio.get("/v1/models").json["data"]
     listed = {name: {size["size"] for size in sizes} for name, sizes in model["inputs"].items()}
     turned, stages = {SIZE, "512x768"}, {"192x128", "128x192", "256x128", "128x256"}
-    films = {"96x64", "64x96"}
     assert listed["input_reference"] == turned and listed["audio_reference"] >= turned | stages
-    assert listed["video_reference"] == films and listed["video_conditioning"] == stages
+    assert listed["video_reference"] == {"96x64", "64x96"} and listed["video_conditioning"] == stages
     for name in ("conditioning_attention_mask", "tile", "reference_audio", "reference_video"):
         assert listed[name] == {"192x128", "128x192"}
     assert model["reference_audio_seconds"] == [2.0, 5.0]
+    assert model["default"]["size"] == SIZE and model["default"] in model["sizes"]
     assert [job.all_loras for job in capability_jobs(studio.sizes)][:1] == [()]  # a worker must have no LoRA for it
     assert reference_jobs(studio.sizes)[0].stages[0].loras == studio.sizes.lora_sets["pose"].stage_1_loras
+
+
+def test_a_request_chooses_among_the_commands_sets_of_loras(studio):
+    (model,) = studio.get("/v1/models").json["data"]
+    assert (model["lora_sets"]["default"], model["lora_sets"]["dub"]) == (
+        [],
+        [{"name": "dub.safetensors", "strength": 1}],
+    )
+    entries = []
+    for fields, loras in (
+        ({"lora_set": "dub"}, studio.sizes.lora_sets["dub"].loras),
+        ({"lora_set": "default"}, ()),
+        ({}, ()),
+    ):
+        entries.append(studio.queue.get("ada", id := studio.accepted(**fields)))
+        assert job_of(entries[-1].params, studio.queue.folder_of(id)).loras == loras
+        studio.send("DELETE", f"{VIDEOS}/{id}")
+    assert len({entry.batch_key for entry in entries}) == 2  # one set's jobs are made together
 
 
 MISMATCH, NOT_SUPPORTED = "profile_mismatch", "feature_not_supported"
