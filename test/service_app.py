@@ -10,7 +10,10 @@ from types import SimpleNamespace
 from typing import NamedTuple
 from urllib.parse import quote
 
+import pytest
 from jobs import make_job
+
+pytest.importorskip("fastapi", reason="the extra is not installed: pip install -e .[serve]")
 
 from ltx_neuron.artifacts.workspace import compiled_size, of_release
 from ltx_neuron.config.release import RELEASES

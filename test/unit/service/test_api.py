@@ -7,11 +7,8 @@ import time
 from contextlib import closing
 
 import pytest
-from helpers import allowed
-
-pytest.importorskip("fastapi", reason="the extra is not installed: pip install -e .[serve]")
-
 from fuzz import times
+from helpers import allowed
 from service_app import FORM, MOST_BODY, SIZE, VIDEOS, Sent, Service, form, listening, opened
 
 from ltx_neuron.report.price import Price

@@ -18,9 +18,6 @@ import torch
 from conftest import ROOT
 from helpers import tone, wait_for
 from PIL import Image
-
-pytest.importorskip("fastapi", reason="the extra is not installed: pip install -e .[serve]")
-
 from service_app import Service, listening
 
 from ltx_neuron import __version__

@@ -6,9 +6,6 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-
-pytest.importorskip("fastapi", reason="the extra is not installed: pip install -e .[serve]")
-
 from service_app import FORM, SIZE, SMALL, VIDEOS, Sent, form
 
 from ltx_neuron.config.release import RELEASES
@@ -89,9 +86,8 @@ JOBS = {
 }
 
 
-@pytest.mark.parametrize("kind", JOBS)
-def test_a_request_becomes_a_job_with_its_files_beside_it(studio, files, kind):
-    fields, values, answer = JOBS[kind]
+@pytest.mark.parametrize(("fields", "values", "answer"), JOBS.values(), ids=JOBS)
+def test_a_request_becomes_a_job_with_its_files_beside_it(studio, files, fields, values, answer):
     fields = with_files(fields, files)
     job, video, folder = job_sent(studio, **fields)
     assert {path: value_of(job, path) for path in values} == values
@@ -159,20 +155,13 @@ def test_the_model_lists_the_inputs_that_it_takes_with_their_sizes(studio):
 
 def test_a_request_chooses_among_the_commands_sets_of_loras(studio):
     (model,) = studio.get("/v1/models").json["data"]
-    assert (model["lora_sets"]["default"], model["lora_sets"]["dub"]) == (
-        [],
-        [{"name": "dub.safetensors", "strength": 1}],
-    )
-    entries = []
-    for fields, loras in (
-        ({"lora_set": "dub"}, studio.sizes.lora_sets["dub"].loras),
-        ({"lora_set": "default"}, ()),
-        ({}, ()),
-    ):
-        entries.append(studio.queue.get("ada", id := studio.accepted(**fields)))
-        assert job_of(entries[-1].params, studio.queue.folder_of(id)).loras == loras
-        studio.send("DELETE", f"{VIDEOS}/{id}")
-    assert len({entry.batch_key for entry in entries}) == 2  # one set's jobs are made together
+    assert model["lora_sets"]["dub"] == [{"name": "dub.safetensors", "strength": 1}]
+    ids = [studio.accepted(lora_set=name) for name in ("dub", "default", None)]
+    dub, default, none = (studio.queue.get("ada", id) for id in ids)
+    assert dub.batch_key != default.batch_key == none.batch_key  # one set's jobs are made together
+    loras = [job_of(entry.params, studio.queue.folder).loras for entry in (dub, default, none)]
+    assert loras == [studio.sizes.lora_sets["dub"].loras, (), ()] and len(loras[0]) == 1
+    assert [studio.send("DELETE", f"{VIDEOS}/{id}").status for id in ids] == [200] * 3
 
 
 MISMATCH, NOT_SUPPORTED = "profile_mismatch", "feature_not_supported"
@@ -188,6 +177,7 @@ REFUSED = [
     (POSE | {"lora_set": "half", "conditioning_attention_mask": "film.mp4"}, MISMATCH, "size", "with video_condition"),
     ({"reference_video": "heard.mkv"}, NOT_SUPPORTED, "reference_video", "available: 'dub'"),
     (DUB | {"reference_video": "long.mkv"}, MISMATCH, "reference_video", "of 3.00 s of sound is not"),
+    (DUB | {"num_frames": "9"}, "", "num_frames", "says how many (57 of its 57 frames, 24 fps)"),
     (DUB | {"seconds": "2"}, "", "seconds", "does not go with reference_video"),
     (DUB | {"two_stage": "false"}, "", "reference_video", "got no two_stage"),
     (VOICE, MISMATCH, "reference_audio", "of 6.00 s of sound (compiled: 2.00, 5.00) is not compiled"),

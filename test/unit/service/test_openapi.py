@@ -5,9 +5,6 @@ import re
 
 import pytest
 from conftest import ROOT
-
-pytest.importorskip("fastapi", reason="the extra is not installed: pip install -e .[serve]")
-
 from service_app import SIZE, VIDEOS
 
 from ltx_neuron.service.api_error import ERRORS

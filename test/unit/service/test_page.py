@@ -4,9 +4,6 @@ import re
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("fastapi", reason="the extra is not installed: pip install -e .[serve]")
-
 from service_app import FORM, MOST_BODY, SIZE, VIDEOS, Got, Sent, form, opened
 
 from ltx_neuron.service import page

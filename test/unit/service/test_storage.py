@@ -15,9 +15,6 @@ from pathlib import Path
 
 import pytest
 from helpers import exit_code, forked, wait_for
-
-pytest.importorskip("fastapi", reason="the extra is not installed: pip install -e .[serve]")
-
 from service_app import FORM, SIZE, VIDEOS, listening, opened
 
 from ltx_neuron.errors import UserError
