@@ -1,5 +1,4 @@
-"""The service as a process of its own, spoken to by OpenAI's own client: its videos are the script's bit for bit, a
-worker is watched."""
+"""The service as a process of its own, spoken to by OpenAI's own client, and its worker in this process."""
 
 import json
 import sqlite3
@@ -32,9 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The Sora API")  # the wire forma
 openai, setup, wanted, service = serving.openai, serving.setup, serving.wanted, serving.service  # fixtures
 
 
-def test_openais_client_gets_the_bytes_that_the_script_writes_and_lists_and_deletes(
-    openai, service, wanted, tiny, shared, tmp_path
-):
+def test_openais_client_gets_the_scripts_bytes_lists_and_deletes(openai, service, wanted, tiny, shared, tmp_path):
     """Of two stages, of a seed, of a picture that a video holds, and of a sound that it is made for."""
     client = service.client("bob")
     held = {"prompt": "a golden retriever", "size": "64x64", "input_reference": tiny.image}

@@ -1,5 +1,4 @@
-"""The fleet on a real Ray, whose nodes are processes of this machine: its videos are the script's
-bit for bit, whatever dies and joins meanwhile."""
+"""The fleet on a real Ray, whose nodes are processes of this machine: its videos are the script's bit for bit."""
 
 import json
 import shutil
@@ -146,9 +145,7 @@ def test_two_replicas_make_a_batch_bit_for_bit_and_go_on_with_one_that_was_inter
     assert not (out / FOLDER).exists()
 
 
-def test_a_command_without_a_cluster_or_without_room_names_the_command_to_type(
-    cluster, setup, prompts, tmp_path, monkeypatch
-):
+def test_without_a_cluster_or_room_the_command_to_type_is_named(cluster, setup, prompts, tmp_path, monkeypatch):
     for address, command in (("127.0.0.1:1", "ray start --head"), (cluster.address, "--num-cpus 1")):
         args = generate.arguments(words_of(setup, prompts_file=prompts, output_dir=tmp_path / "out", ray=address))
         with pytest.raises(UserError, match=command):
@@ -159,8 +156,7 @@ def test_a_command_without_a_cluster_or_without_room_names_the_command_to_type(
 
 
 class Scene:
-    """A pool on a queue of its own, and what happens to it: a generator that is asked twenty times a second, until it
-    is done."""
+    """A pool on a queue of its own, and what happens to it: a generator that is asked again until it is done."""
 
     def __init__(self, folder, setup, cluster, flags: dict, **more):
         from ltx_neuron.fleet.pool import Pool
@@ -213,9 +209,7 @@ def scene(cluster, setup, tmp_path, monkeypatch):
     return lambda flags=(), **more: Scene(tmp_path, setup, cluster, dict(flags), **more)
 
 
-def test_a_killed_replica_and_a_lost_node_leave_their_jobs_to_others_after_the_last_stage(
-    cluster, node, scene, wanted, capfd
-):
+def test_a_killed_replica_and_a_lost_node_leave_their_jobs_to_others(cluster, node, scene, wanted, capfd):
     first, scene, processes = node(num_cpus=1), scene(), []
     one, two = scene.submit(LINES[0]), scene.submit(LINES[2])
 

@@ -1,5 +1,4 @@
-"""The service: jobs that come, are cancelled and are shown while its worker works, and none lost or made twice however
-its processes die."""
+"""The service: jobs that come and are cancelled while its worker works, and none lost however its processes die."""
 
 import signal
 import threading

@@ -192,9 +192,7 @@ REFUSED = [
 @pytest.mark.parametrize(
     ("fields", "code", "param", "words"), REFUSED, ids=[f"{n} {row[2]} {row[3]}" for n, row in enumerate(REFUSED)]
 )
-def test_a_request_that_cannot_be_made_is_refused_by_its_field_and_leaves_nothing(
-    studio, files, fields, code, param, words
-):
+def test_what_cannot_be_made_is_refused_by_its_field_and_leaves_nothing(studio, files, fields, code, param, words):
     error = refusal_of(studio, **with_files(fields, files))
     assert (error["code"], error["param"]) == (code or "invalid_value", param) and words in error["message"]
     assert ("compiled" in error) == (code == MISMATCH)

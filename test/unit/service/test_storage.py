@@ -46,48 +46,34 @@ def write_at(path: Path, place: int = 0) -> None:
         file.write(os.urandom(4096))
 
 
-@contextmanager
-def locked(queue: Queue, monkeypatch):
-    monkeypatch.setattr(database, "_BUSY_SECONDS", 0.01)
-    with closing(sqlite3.connect(queue.database.path, isolation_level=None)) as other:
-        other.execute("BEGIN IMMEDIATE")
-        queue.database.close()  # connections that would wait longer
-        yield
+def overwrite(path: Path) -> None:
+    truncate_log(path)
+    write_at(path)
+
+
+DAMAGES = {"emptied": empty, "overwritten": overwrite, "log deleted": lambda path: os.unlink(f"{path}-wal")}
 
 
 @contextmanager
-def disk_fails(queue: Queue, monkeypatch):
-    """The system writes no file beyond the length that the log has."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    log = os.path.getsize(f"{queue.database.path}-wal")
-    resource.setrlimit(resource.RLIMIT_FSIZE, (log, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def damaged(change, checkpoint: bool = False):
-    @contextmanager
-    def damage(queue: Queue, monkeypatch):
-        if checkpoint:
-            truncate_log(queue.database.path)
-        change(queue.database.path)
-        queue.database._idle.clear()
+def failing(queue: Queue, kind: str):
+    """A database that others locked or damaged, or whose disk takes no file beyond the length that the log has."""
+    path, before = queue.database.path, resource.getrlimit(resource.RLIMIT_FSIZE)
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        if kind == "disk fails":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (os.path.getsize(f"{path}-wal"), before[1]))
+        elif kind == "locked":
+            other.execute("BEGIN IMMEDIATE")
+            queue.database.close()  # connections that would wait longer
+        else:
+            DAMAGES[kind](path)
+            queue.database._idle.clear()
         yield
-
-    return damage
-
-
-FAILURES = {
-    "locked": locked,
-    "disk fails": disk_fails,
-    "emptied": damaged(empty),
-    "overwritten": damaged(write_at, checkpoint=True),
-    "log deleted": damaged(lambda path: os.unlink(f"{path}-wal")),
-}
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.parametrize("kind", FAILURES)
+@pytest.mark.parametrize("kind", ["locked", "disk fails", *DAMAGES])
 def test_each_failure_of_the_database_has_its_own_answer_and_one_line_of_the_log(service, kind, monkeypatch, capsys):
+    monkeypatch.setattr(database, "_BUSY_SECONDS", 0.01)
     service.submitter.limits = Limits()
     for _ in range(20):  # several pages
         service.accepted()
@@ -95,7 +81,7 @@ def test_each_failure_of_the_database_has_its_own_answer_and_one_line_of_the_log
     refused, retry = (503, "storage_unavailable"), b"true"
     if kind != "locked":
         refused, retry = (500, "storage_failed"), b"false"
-    with FAILURES[kind](service.queue, monkeypatch):
+    with failing(service.queue, kind):
         for _ in range(2):
             answer = service.post()
             assert (answer.refused, answer.headers[b"x-should-retry"]) == (refused, retry)
@@ -107,9 +93,7 @@ def test_each_failure_of_the_database_has_its_own_answer_and_one_line_of_the_log
 
 @pytest.mark.parametrize(("number", "status"), [(errno.ENOSPC, 507), (errno.EDQUOT, 507), (errno.EIO, 500)])
 @pytest.mark.parametrize("place", ["starlette.formparsers.SpooledTemporaryFile", "pathlib.Path.mkdir"])
-def test_an_upload_without_room_is_answered_with_507_and_no_traceback(
-    service, place, number, status, monkeypatch, caplog
-):
+def test_an_upload_without_room_is_answered_with_507(service, place, number, status, monkeypatch, caplog):
     def fails(*_, **__):
         raise OSError(number, os.strerror(number))
 
@@ -224,7 +208,7 @@ def refusal_of(folder: Path, path: Path | None = None) -> str:
     return str(caught.value)
 
 
-DAMAGES = {
+AT_START = {
     "cut within a page": lambda path: os.truncate(path, os.path.getsize(path) - 100),
     "a header of garbage": write_at,
     "a page of garbage": lambda path: write_at(path, 4096 * 3),
@@ -232,7 +216,7 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("kind", DAMAGES)
+@pytest.mark.parametrize("kind", AT_START)
 def test_a_damaged_database_is_refused_and_the_printed_command_moves_it_away(tmp_path, kind):
     data = tmp_path / "my data"
     video = killed_service(data, keep_log=False)
@@ -240,7 +224,7 @@ def test_a_damaged_database_is_refused_and_the_printed_command_moves_it_away(tmp
     path.parent.mkdir(exist_ok=True)
     for part in data.glob("queue.sqlite*"):
         part.rename(path.parent / part.name)
-    DAMAGES[kind](path)
+    AT_START[kind](path)
     content, message = content_of(path.parent), refusal_of(data, path)
     assert content_of(path.parent) == content
     command = message.partition("begin a new queue: ")[2].split("\n")[0]
