@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import psutil
@@ -109,12 +109,8 @@ class Service:
         return Queue(self.folder / "data/queue.sqlite", self.folder / "data/jobs")
 
     @property
-    def worker(self) -> psutil.Process | None:
-        with suppress(psutil.NoSuchProcess):
-            for child in psutil.Process(self.process.pid).children():
-                if "--role" in child.cmdline():
-                    return child
-        return None
+    def worker(self) -> psutil.Process:
+        return next(child for child in psutil.Process(self.process.pid).children() if "--role" in child.cmdline())
 
     def stop(self, kind: int = signal.SIGTERM) -> int:
         self.process.send_signal(kind)

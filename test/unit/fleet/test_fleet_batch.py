@@ -111,14 +111,10 @@ BOTH = "context_parallel=2", "guidance_parallel=2", "backend=torchdist"
         ((), None, "RAY_EXPERIMENTAL_NOSET"),
         ((), "2-5", "4 ranks begin at a multiple of 4 cores(.|\n)*take 4 neuron"),
         (("context_parallel=4",), "2-17", "multiple of 16 cores, to have whole(.|\n)*take 16 neuron"),
-        # Chips 1 to 4, of which 0 to 3 are a row.
-        (("context_parallel=4",), "4-19", "'4-19': 16 ranks begin at a multiple of 16 cores"),
         (("context_parallel=4",), "0-7,16-23", "the cores of a run follow each other"),
     ],
 )
-def test_a_replica_takes_the_visible_cores_if_they_are_whole_chips_that_follow_each_other(
-    monkeypatch, settings, visible, cores
-):
+def test_a_replica_takes_the_visible_cores_if_they_are_whole_chips_in_a_row(monkeypatch, settings, visible, cores):
     from ltx_neuron.fleet import cluster
 
     profile = resolve("trn2.48xlarge", settings)

@@ -5,7 +5,6 @@ import importlib.util
 import io
 import json
 import re
-import socket
 import sys
 import threading
 import tomllib
@@ -152,9 +151,6 @@ def test_refusals_and_failures_of_the_service_are_the_nodes_errors(service, node
         assert service.queue.counts()["in_progress"] == 0  # its job is cancelled
         monkeypatch.delenv("LTX_NEURON_TOKEN")
         raises("send a token", server=server)
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        raises("does not answer", server=f"http://127.0.0.1:{unused.getsockname()[1]}", token="x")
     raises("type an address", server="file:///etc/passwd")
 
 

@@ -10,8 +10,7 @@ from service_app import SMALL, Compiled
 from ltx_neuron.backends.manifest import record_size, recorded_sizes
 from ltx_neuron.files import MANIFEST, write_json
 from ltx_neuron.job import Job, Size
-from ltx_neuron.sampling.conditions import ImageCondition, ReferenceAudio
-from ltx_neuron.sampling.shapes import sound_latent_frames
+from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.spec import LoraFile
 from ltx_neuron.service.api_error import ApiError
 from ltx_neuron.service.sizes import CompiledSize, RequestedSize, SizeRegistry
@@ -108,13 +107,6 @@ def test_any_other_size_is_refused_with_what_is_compiled():
         error = refusal(registry(SMALL), RequestedSize(**{name: value}))
         assert "768x512, 121 frames at 24 fps (5 s)" in error.message
         assert {"768x512", "512x768"} == {size["size"] for size in error.content["error"]["compiled"]}
-
-
-@pytest.mark.parametrize("count", [2, 51, 250])
-def test_a_voice_of_the_listed_seconds_has_the_compiled_number_of_latents(count):
-    (seconds,) = registry(LARGE, reference_sound=ReferenceAudio("x", count)).voice_seconds
-    for rate in (8000, 22050, 48000):
-        assert sound_latent_frames(round(seconds * rate), rate) == count
 
 
 def test_an_image_needs_a_graph_that_holds_images():
