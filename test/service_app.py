@@ -128,15 +128,17 @@ class Service(NamedTuple):
 class Compiled:
     """The workspace of a machine on which graphs were compiled for sizes."""
 
-    release = RELEASES[0]
+    transformer = SimpleNamespace(num_layers=48)
 
-    def __init__(self, *sizes: Size, recipe="distilled", artifacts="/nonexistent", **inputs):
-        self.artifacts, self.recorded = artifacts, {}
-        self.release = inputs.pop("release", self.release)
+    def __init__(self, *sizes: Size, recipe="distilled", artifacts="/nonexistent", release=RELEASES[0], **inputs):
+        self.artifacts, self.release, self.recorded = artifacts, release, {}
         for size in sizes:
-            job = of_release(make_job("", size, recipe=recipe, **inputs), self.release)
+            job = of_release(make_job("", size, recipe=recipe, **inputs), release)
             for bucket in job.buckets:
                 self.recorded.setdefault(bucket.name, []).append(compiled_size(job))
+
+    def source(self, model, loras=()):
+        return SimpleNamespace(notes=[])
 
     def compiled_sizes(self) -> dict[str, list[dict]]:
         return self.recorded
@@ -153,22 +155,13 @@ class Compiled:
         return [(bucket, None) for bucket in buckets]
 
 
-class Workspace(Compiled):
-    """Of a machine where graphs for SMALL are compiled."""
-
-    transformer = SimpleNamespace(num_layers=48)
-
-    def source(self, model, loras=()):
-        return SimpleNamespace(notes=[])
-
-
 @contextmanager
 def opened(tmp_path, tokens: bool = True, **settings):
     """The service on a folder, in this process. settings: of create_app."""
     from ltx_neuron.service.app import create_app
 
-    workspace = Workspace(SMALL, images=(ImageCondition("x"),))
-    workspace.recorded |= Workspace(SMALL).recorded
+    workspace = Compiled(SMALL, images=(ImageCondition("x"),))
+    workspace.recorded |= Compiled(SMALL).recorded
     workspace.checkpoint_path = tmp_path / "tiny.safetensors"
     workspace.checkpoint_path.touch()
     token = new_token(tmp_path / "tokens.json", "ada")

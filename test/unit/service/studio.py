@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import torch
 from jobs import make_job, read_clip
 from safetensors.torch import save_file
-from service_app import SMALL, Workspace
+from service_app import SMALL, Compiled
 from service_app import opened as opened_service
 
 from ltx_neuron.config.release import RELEASES
@@ -60,5 +60,5 @@ def opened(folder, files: dict[str, bytes], release=RELEASES[0]):
             *(((PAIR,), {"reference_sound": ReferenceAudio("x", count)}) for count in VOICES),
             ((PAIR,), read_clip(folder / "heard.mkv", loras["dub"])),
         ):
-            sizes.workspace.recorded |= Workspace(*of, release=release, **inputs).recorded
+            sizes.workspace.recorded |= Compiled(*of, release=release, **inputs).recorded
         yield service
