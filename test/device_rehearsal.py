@@ -14,10 +14,9 @@ from ltx_neuron.doctor.system import System
 
 def rehearsal(folder: Path, minutes: float | None = None, system: System | None = None) -> Bench:
     """What sections run on, in a folder of its own."""
-    args = Namespace(work_dir=folder, dtype="bfloat16", tp_degree=None)
-    args = Namespace(**vars(args), height=64, width=64, num_frames=9, frame_rate=24.0)
-    args.two_stage, args.video_path, args.profile, args.profile_set = False, None, None, []
-    args.checkpoint_path = args.gemma_root = args.artifacts_dir = None
+    none = dict.fromkeys(("tp_degree", "video_path", "profile", "checkpoint_path", "gemma_root", "artifacts_dir"))
+    size = {"height": 64, "width": 64, "num_frames": 9, "frame_rate": 24.0, "two_stage": False}
+    args = Namespace(work_dir=folder, dtype="bfloat16", profile_set=[], **size, **none)
     return Bench(args, resolve("cpu"), system or System(), Budget(minutes))
 
 

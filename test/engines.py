@@ -1,5 +1,4 @@
-"""Engines in this process, most of one rank, whose prompts need no text encoder: their contexts are
-drawn."""
+"""Engines in this process, most of one rank, whose prompts need no text encoder: their contexts are drawn."""
 
 import zlib
 from collections.abc import Callable, Iterable
@@ -50,8 +49,7 @@ def sharing(engine: Engine, **options) -> Engine:
 
 
 def drawn(workspace: Workspace, seed: int) -> list[Tensor]:
-    """Contexts of video and audio (1, 1024, D); a model that reads them as it would an
-    encoder's."""
+    """Contexts of video and audio (1, 1024, D); a model reads them as it would an encoder's."""
     return _drawn(workspace.transformer, seed)
 
 

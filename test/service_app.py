@@ -10,7 +10,10 @@ from types import SimpleNamespace
 from typing import NamedTuple
 from urllib.parse import quote
 
+import pytest
 from jobs import make_job
+
+pytest.importorskip("fastapi", reason="the extra is not installed: pip install -e .[serve]")
 
 from ltx_neuron.artifacts.workspace import compiled_size, of_release
 from ltx_neuron.config.release import RELEASES
@@ -18,7 +21,7 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.job import Size
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.service.jobs import JobSubmitter
-from ltx_neuron.service.queue import Queue
+from ltx_neuron.service.queue import Entry, Queue
 from ltx_neuron.service.settings import Limits
 from ltx_neuron.service.sizes import CompiledSize, SizeRegistry
 from ltx_neuron.service.tokens import Tokens, new_token
@@ -27,6 +30,7 @@ SMALL = Size(512, 768, 121)
 FORM = b"multipart/form-data; boundary=b"
 MOST_BODY, PIECE = 2**20, 2**16  # bytes; the second of a body as the server hands it on
 SIZE = f"{SMALL.width}x{SMALL.height}"
+VIDEOS = "/v1/videos"
 
 
 class Sent(NamedTuple):
@@ -43,8 +47,16 @@ class Got(NamedTuple):
     body: bytes
 
     @property
+    def json(self) -> dict:
+        return json.loads(self.body)
+
+    @property
     def error(self) -> dict:
-        return json.loads(self.body)["error"]
+        return self.json["error"]
+
+    @property
+    def refused(self) -> tuple[int, str]:
+        return self.status, self.error["code"]
 
 
 async def answer(app, sent: Sent, hangs: bool = False) -> Got:
@@ -88,19 +100,45 @@ class Service(NamedTuple):
         said |= {"content-type": kind} | more
         return tuple((name.replace("_", "-").encode(), value) for name, value in said.items())
 
+    def send(self, method: str, path: str, query: bytes = b"", **headers) -> Got:
+        return self.ask(Sent(method, path, query, self.headers(**headers)))
+
+    def get(self, path: str, query: bytes = b"", **headers) -> Got:
+        return self.send("GET", path, query, **headers)
+
+    def post(self, **fields) -> Got:
+        """Fields as JSON, `waves` in the compiled size unless they say otherwise."""
+        body = json.dumps({"prompt": "waves", "size": SIZE} | fields).encode()
+        return self.ask(Sent("POST", VIDEOS, b"", self.headers(), body))
+
+    def post_form(self, **fields) -> Got:
+        """Fields as a form; bytes are files."""
+        return self.ask(Sent("POST", VIDEOS, b"", self.headers(FORM), form({"prompt": "waves"} | fields)))
+
+    def accepted(self, **fields) -> str:
+        got = self.post(**fields)
+        assert got.status == 200, got.body
+        return got.json["id"]
+
+    def claimed(self) -> Entry:
+        (entry,) = self.queue.claim("w", self.queue.next_batch_key(), 1)
+        return entry
+
 
 class Compiled:
     """The workspace of a machine on which graphs were compiled for sizes."""
 
-    release = RELEASES[0]
+    transformer = SimpleNamespace(num_layers=48)
 
-    def __init__(self, *sizes: Size, recipe="distilled", artifacts="/nonexistent", **inputs):
-        self.artifacts, self.recorded = artifacts, {}
-        self.release = inputs.pop("release", self.release)
+    def __init__(self, *sizes: Size, recipe="distilled", artifacts="/nonexistent", release=RELEASES[0], **inputs):
+        self.artifacts, self.release, self.recorded = artifacts, release, {}
         for size in sizes:
-            job = of_release(make_job("", size, recipe=recipe, **inputs), self.release)
+            job = of_release(make_job("", size, recipe=recipe, **inputs), release)
             for bucket in job.buckets:
                 self.recorded.setdefault(bucket.name, []).append(compiled_size(job))
+
+    def source(self, model, loras=()):
+        return SimpleNamespace(notes=[])
 
     def compiled_sizes(self) -> dict[str, list[dict]]:
         return self.recorded
@@ -117,22 +155,13 @@ class Compiled:
         return [(bucket, None) for bucket in buckets]
 
 
-class Workspace(Compiled):
-    """Of a machine where graphs for SMALL are compiled."""
-
-    transformer = SimpleNamespace(num_layers=48)
-
-    def source(self, model, loras=()):
-        return SimpleNamespace(notes=[])
-
-
 @contextmanager
 def opened(tmp_path, tokens: bool = True, **settings):
     """The service on a folder, in this process. settings: of create_app."""
     from ltx_neuron.service.app import create_app
 
-    workspace = Workspace(SMALL, images=(ImageCondition("x"),))
-    workspace.recorded |= Workspace(SMALL).recorded
+    workspace = Compiled(SMALL, images=(ImageCondition("x"),))
+    workspace.recorded |= Compiled(SMALL).recorded
     workspace.checkpoint_path = tmp_path / "tiny.safetensors"
     workspace.checkpoint_path.touch()
     token = new_token(tmp_path / "tokens.json", "ada")
@@ -167,15 +196,8 @@ def form(fields: dict[str, object]) -> bytes:
     parts = []
     for name, value in fields.items():
         file = b'; filename="a.png"' if isinstance(value, bytes) else b""
-        content = value if isinstance(value, bytes) else text_of(value).encode(errors="replace")
+        text = value if isinstance(value, str | bytes) else json.dumps(value)
+        content = text if isinstance(text, bytes) else text.encode(errors="replace")
         head = b'Content-Disposition: form-data; name="' + name.encode(errors="replace") + b'"'
         parts.append(b"--b\r\n" + head + file + b"\r\n\r\n" + content + b"\r\n")
     return b"".join(parts) + b"--b--\r\n"
-
-
-def text_of(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def get(service: Service, path: str, query: bytes = b"", **headers) -> Got:
-    return service.ask(Sent("GET", path, query, service.headers(**headers)))

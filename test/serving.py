@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import psutil
@@ -54,8 +54,7 @@ def setup(scripts, tiny):
 
 @pytest.fixture(scope="module")
 def wanted(setup, tiny, shared: Path) -> list[bytes]:
-    """The videos of ASKED, of one with an image and of one for a sound, as generate_ltx23.py makes
-    them; made once a session."""
+    """The videos of ASKED, of one with an image and of one for a sound, as generate_ltx23.py makes them."""
     lines = [{"seed": 10, "prompt": fields["prompt"], **line} for fields, line in ASKED]
     lines[2]["seed"] = 4
     lines += [{"prompt": "a golden retriever", "image": [str(tiny.image), 0], **SMALL}]
@@ -102,7 +101,7 @@ class Service:
             self.log.flush()
 
     def client(self, owner: str = "ada", **more):
-        import openai  # not when tests are collected: it takes seconds
+        import openai
 
         return openai.OpenAI(base_url=self.url, api_key=self.tokens[owner], **more)
 
@@ -110,12 +109,8 @@ class Service:
         return Queue(self.folder / "data/queue.sqlite", self.folder / "data/jobs")
 
     @property
-    def worker(self) -> psutil.Process | None:
-        with suppress(psutil.NoSuchProcess):
-            for child in psutil.Process(self.process.pid).children():
-                if "--role" in child.cmdline():
-                    return child
-        return None
+    def worker(self) -> psutil.Process:
+        return next(child for child in psutil.Process(self.process.pid).children() if "--role" in child.cmdline())
 
     def stop(self, kind: int = signal.SIGTERM) -> int:
         self.process.send_signal(kind)
@@ -156,3 +151,10 @@ def stop_after(working, *entries) -> threading.Thread:
     thread = threading.Thread(target=watch)
     thread.start()
     return thread
+
+
+def run_until(working, *entries) -> None:
+    """Let a worker run until entries are completed."""
+    watching = stop_after(working, *entries)
+    working.run()
+    watching.join()

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import urllib.request
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -35,20 +34,19 @@ class ComfyUI:
 
     def ask(self, path: str, body: dict | None = None):
         """A route's JSON."""
-        data = body and json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data)
+        request = urllib.request.Request(self.url + path, body and json.dumps(body).encode())
         with urllib.request.urlopen(request, timeout=60) as answer:
             return json.load(answer)
 
     def run(self, prompt: dict) -> dict:
         """The finished history entry of a prompt."""
-        (id,) = (self.ask("/prompt", {"prompt": prompt})["prompt_id"],)
+        id = self.ask("/prompt", {"prompt": prompt})["prompt_id"]
         wait_for(lambda: self.ask(f"/history/{id}"))
         return self.ask(f"/history/{id}")[id]
 
     def prompt_of(self, workflow: dict) -> dict:
-        """What ComfyUI's page sends for a saved workflow: a node's fields by name, links of nodes
-        that are not bypassed."""
+        """What ComfyUI's page sends for a saved workflow: a node's fields by name, links of nodes that are not
+        bypassed."""
         nodes = {node["id"]: node for node in workflow["nodes"] if node["mode"] != BYPASSED}
         links = {link[0]: link[1:3] for link in workflow["links"]}
         prompt = {}
@@ -70,27 +68,23 @@ class ComfyUI:
         return prompt
 
 
-@contextmanager
-def started(base: Path, **environment: str):
+@pytest.fixture(scope="module")
+def comfyui(service, tmp_path_factory):
     """ComfyUI on a folder of its own."""
+    base = tmp_path_factory.mktemp("comfyui")
     shutil.copytree(ROOT / "comfyui", base / "custom_nodes/ltx-neuron")
     for name in ("input", "output", "temp", "user", "models"):
         (base / name).mkdir()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [os.environ.get("COMFYUI_PYTHON", sys.executable), "main.py", "--cpu"]
-    command += ["--port", str(port), "--base-directory", str(base), "--disable-api-nodes"]
-    command += ["--database-url", "sqlite:///:memory:"]
+    command = [os.environ.get("COMFYUI_PYTHON", sys.executable), "main.py", "--cpu", "--disable-api-nodes"]
+    command += ["--port", str(port), "--base-directory", str(base), "--database-url", "sqlite:///:memory:"]
+    environment = {"LTX_NEURON_SERVER": service.url.removesuffix("/v1"), "LTX_NEURON_TOKEN": service.tokens["ada"]}
+    environment = {**os.environ, "PYTHONPATH": "", **environment}
     with open(base / "log", "wb") as log:
-        process = subprocess.Popen(
-            command,
-            cwd=os.environ["COMFYUI"],
-            env={**os.environ, "PYTHONPATH": "", **environment},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-    comfyui = ComfyUI(f"http://127.0.0.1:{port}", base)
+        started = {"cwd": os.environ["COMFYUI"], "env": environment, "stdout": log, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(command, **started)
 
     def answers() -> bool:
         assert process.poll() is None, (base / "log").read_text()
@@ -99,38 +93,25 @@ def started(base: Path, **environment: str):
 
     try:
         wait_for(answers)
-        yield comfyui
+        yield ComfyUI(f"http://127.0.0.1:{port}", base)
     finally:
         process.terminate()
         process.wait(30)
 
 
-@pytest.fixture(scope="module")
-def comfyui(service, tmp_path_factory):
-    environment = {"LTX_NEURON_SERVER": service.url.removesuffix("/v1"), "LTX_NEURON_TOKEN": service.tokens["ada"]}
-    with started(tmp_path_factory.mktemp("comfyui"), **environment) as comfyui:
-        yield comfyui
-
-
-def prompt_on(comfyui: ComfyUI, service, **inputs) -> dict:
-    """The example workflow's prompt on the service."""
-    prompt = comfyui.prompt_of(json.loads(WORKFLOW.read_text()))
-    prompt["1"]["inputs"] |= {"server": service.url, "size": SMALL, **inputs}
-    return prompt
-
-
 def test_the_node_lists_the_services_sizes_and_comfyui_the_example(comfyui):
     node = comfyui.ask("/object_info/LTXNeuronVideo")["LTXNeuronVideo"]
     sizes, _ = node["input"]["required"]["size"]
-    assert sizes[0] == "the service's default" and sizes[-1] == "typed below"
-    assert {SMALL, TWO} <= {*sizes[1:-1]}
+    assert sizes[0] == "the service's default" and sizes[-1] == "typed below" and {SMALL, TWO} <= {*sizes[1:-1]}
     assert node["display_name"] == "LTX-2 (ltx-neuron)" and node["category"] == "video"
     assert comfyui.ask("/workflow_templates") == {"ltx-neuron": [WORKFLOW.stem]}
 
 
 @pytest.mark.parametrize(("size", "pixels"), [(SMALL, 64), (TWO, 128)])
 def test_the_example_saves_a_video_of_the_chosen_size(comfyui, service, size, pixels):
-    entry = comfyui.run(prompt_on(comfyui, service, size=size, prompt=f"rain, {pixels}"))
+    prompt = comfyui.prompt_of(json.loads(WORKFLOW.read_text()))
+    prompt["1"]["inputs"] |= {"server": service.url, "size": size, "prompt": f"rain, {pixels}"}
+    entry = comfyui.run(prompt)
     assert entry["status"]["status_str"] == "success", entry["status"]
     (saved,) = entry["outputs"]["2"]["images"]
     video = read_video(comfyui.base / "output" / saved["subfolder"] / saved["filename"])

@@ -1,5 +1,4 @@
-"""The service as a process of its own, spoken to by OpenAI's own client: its videos are the
-script's bit for bit, a worker is watched."""
+"""The service as a process of its own, spoken to by OpenAI's own client, and its worker in this process."""
 
 import json
 import sqlite3
@@ -8,10 +7,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from io import BytesIO
-from pathlib import Path
 
 import pytest
-from comfy_node import executed, loaded
 from conftest import needs
 from helpers import read_video
 from PIL import Image
@@ -20,10 +17,9 @@ from pydantic import TypeAdapter, ValidationError
 needs("fastapi", "prometheus_client", extras="dev,serve")
 
 import serving  # noqa: E402
-from serving import ASKED, TP, ask, stop_after, worker  # noqa: E402
+from engines import opened_workspace  # noqa: E402
+from serving import ASKED, ask, run_until, worker  # noqa: E402
 
-from ltx_neuron.artifacts.workspace import Workspace  # noqa: E402
-from ltx_neuron.config.profiles import resolve  # noqa: E402
 from ltx_neuron.engine.run import Engine  # noqa: E402
 from ltx_neuron.report.recorder import Recorder  # noqa: E402
 from ltx_neuron.service import database  # noqa: E402
@@ -35,55 +31,40 @@ pytestmark = pytest.mark.filterwarnings("ignore:The Sora API")  # the wire forma
 openai, setup, wanted, service = serving.openai, serving.setup, serving.wanted, serving.service  # fixtures
 
 
-# --- OpenAI's client ------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def videos(service, tiny, shared) -> list:
-    """What bob's client was answered for those of `wanted` but the first, once all are made: of two
-    stages, of a seed, of a picture that it holds, and of a sound that it is made for."""
+def test_openais_client_gets_the_scripts_bytes_lists_and_deletes(openai, service, wanted, tiny, shared, tmp_path):
+    """Of two stages, of a seed, of a picture that a video holds, and of a sound that it is made for."""
     client = service.client("bob")
-    with open(tiny.image, "rb") as file:
-        held = {"prompt": "a golden retriever", "size": "64x64", "input_reference": file}
-        created = [client.videos.create(**fields) for fields in (ASKED[1][0], ASKED[2][0], held)]
-    with open(serving.sound_file(shared), "rb") as file:
-        answer = client._client.post(  # its method takes no other file
-            service.url + "/videos",
-            data={"prompt": "a man says hello", "size": "64x64"},
-            files={"audio_reference": file},
-            headers=client.auth_headers,
-        )
-    ids = [*(video.id for video in created), answer.json()["id"]]
-    return [client.videos.poll(id, poll_interval_ms=100) for id in ids]
-
-
-def test_openais_client_gets_the_bytes_that_the_script_writes(service, wanted, videos):
-    client = service.client("bob")
-    for video, content in zip(videos, wanted[1:], strict=True):
+    held = {"prompt": "a golden retriever", "size": "64x64", "input_reference": tiny.image}
+    ids = [client.videos.create(**fields).id for fields in (ASKED[1][0], ASKED[2][0], held)]
+    sent = {"data": {"prompt": "a man says hello", "size": "64x64"}, "headers": client.auth_headers}
+    sent["files"] = {"audio_reference": serving.sound_file(shared).read_bytes()}  # its method takes no other file
+    ids.append(client._client.post(service.url + "/videos", **sent).json()["id"])
+    for id, content in zip(ids, wanted[1:], strict=True):
+        video = client.videos.poll(id, poll_interval_ms=100)
         assert (video.status, video.progress, video.error) == ("completed", 100, None)
-        assert client.videos.download_content(video.id).read() == content
-
-
-def test_a_job_is_seen_listed_downloaded_and_deleted(openai, service, videos, tmp_path):
-    client, path, ids = service.client("bob"), tmp_path / "video.mp4", [video.id for video in videos]
+        assert client.videos.download_content(id).read() == content
     assert [v.id for v in client.videos.list(limit=2)] == ids[::-1]
     assert [v.id for v in client.videos.list(order="asc")] == ids
-    client.videos.download_content(ids[1]).write_to_file(path)
-    facts = read_video(path)
+    client.videos.download_content(ids[1]).write_to_file(tmp_path / "video.mp4")
+    facts = read_video(tmp_path / "video.mp4")
     assert (facts["width"], facts["frame_count"], facts["audio_codec"]) == (64, 9, "aac")
     thumbnail = client.videos.download_content(ids[1], variant="thumbnail").read()
     assert Image.open(BytesIO(thumbnail)).size == (64, 64)
-    more = client.videos.create_and_poll(**ASKED[0][0], poll_interval_ms=100)
-    assert client.videos.delete(more.id).deleted
+    assert client.videos.delete(ids[1]).deleted
     with pytest.raises(openai.NotFoundError):
-        client.videos.retrieve(more.id)
-    assert [v.id for v in client.videos.list()] == ids[::-1]
+        client.videos.retrieve(ids[1])
+    assert [v.id for v in client.videos.list()] == [ids[3], ids[2], ids[0]]
 
 
-def test_answers_are_openais_type_and_a_key_makes_one_job_of_a_request_that_is_sent_twice(openai, service):
+def test_the_sync_route_has_the_bytes_that_the_script_writes(service, wanted):
+    body, client = {"prompt": ASKED[0][0]["prompt"], "size": "64x64"}, service.client()
+    answer = client._client.post(service.url + "/videos/sync", json=body, headers=client.auth_headers, timeout=300)
+    assert answer.headers["content-type"] == "video/mp4" and answer.content == wanted[0]
+
+
+def test_answers_are_openais_types_and_the_model_says_which_sizes_are_compiled(openai, service):
     client, adapter = service.client(), TypeAdapter(openai.types.Video)
-    header = {"extra_headers": {"Idempotency-Key": "k"}}
-    created = client.videos.with_raw_response.create(**ASKED[0][0], **header)
+    created = client.videos.with_raw_response.create(**ASKED[0][0])
     id = created.http_response.json()["id"]
     for raw in (created, client.videos.with_raw_response.retrieve(id)):
         with pytest.raises(ValidationError) as caught:
@@ -91,12 +72,7 @@ def test_answers_are_openais_type_and_a_key_makes_one_job_of_a_request_that_is_s
         # Its sizes are Sora's four, 720x1280 and so on; a multiple of 32 is none of them.
         assert {error["loc"][0] for error in caught.value.errors()} == {"size"}
         adapter.validate_json(json.dumps(raw.http_response.json() | {"size": "720x1280"}), strict=True)
-    assert client.videos.create(**ASKED[0][0], **header).id == id
     client.videos.delete(id)
-
-
-def test_the_model_says_which_sizes_are_compiled(openai, service):
-    client = service.client()
     (model,) = client.models.list().data
     assert client.models.retrieve(model.id).id == model.id
     sizes = {(s["size"], s["num_frames"], s["two_stage"]) for s in model.sizes}
@@ -106,33 +82,13 @@ def test_the_model_says_which_sizes_are_compiled(openai, service):
     assert caught.value.code == "profile_mismatch" and "64x64, 9 frames" in caught.value.message
 
 
-def test_the_sync_route_and_the_comfyui_node_have_the_bytes_that_the_script_writes(service, wanted, tmp_path):
-    client, prompt = service.client(), ASKED[0][0]["prompt"]
-    body = {"prompt": prompt, "size": "64x64"}
-    answer = client._client.post(service.url + "/videos/sync", json=body, headers=client.auth_headers, timeout=300)
-    assert answer.headers["content-type"] == "video/mp4" and answer.content == wanted[0]
-    node = {"server": service.url, "token": service.tokens["ada"], "width": 64, "height": 64, "frames": 9}
-    with loaded(tmp_path) as (module, comfy):
-        outputs = executed(module, prompt=prompt, size=module.TYPED, **node)
-    assert Path(outputs["path"]).read_bytes() == wanted[0] and comfy.seen[-1] == (100, 100)
-
-
 # --- one worker, in this process ------------------------------------------------------------------
-
-
-def run_until(working, *entries) -> None:
-    watching = stop_after(working, *entries)
-    working.run()
-    watching.join()
 
 
 def test_a_worker_adds_up_the_seconds_of_its_work(tiny, tmp_path):
     """Busy seconds count every moment once, also where phases overlap: a clip's price is made of them."""
-    artifacts = tmp_path / "artifacts"
-    artifacts.mkdir()
-    workspace = Workspace(tiny.checkpoint, resolve("cpu", ()), artifacts, TP, "float32", tiny.gemma_root)
     queue = Queue(tmp_path / "queue.sqlite", tmp_path / "jobs")
-    with closing(queue), Engine(workspace, Recorder()) as engine:
+    with closing(queue), Engine(opened_workspace(tiny, tmp_path), Recorder()) as engine:
         working = Worker(queue, engine, "w1")
         working.stop.set()
         working.run()

@@ -1,5 +1,4 @@
-"""The fleet on a real Ray, whose nodes are processes of this machine: its videos are the script's
-bit for bit, whatever dies and joins meanwhile."""
+"""The fleet on a real Ray, whose nodes are processes of this machine: its videos are the script's bit for bit."""
 
 import json
 import shutil
@@ -112,18 +111,11 @@ def node(cluster):
     cluster.wait_for_nodes()  # the next test finds none of them
 
 
-def parsed(setup, **more):
-    return generate.arguments(words_of(setup, **more))
-
-
 def make_batch(args) -> None:
     from ltx_neuron.fleet.batch import generate_batch
 
     workspace = flags.workspace(args, writes=False)
     generate_batch(flags.lines(args, workspace), args, workspace)
-
-
-# --- a batch --------------------------------------------------------------------------------------
 
 
 def test_two_replicas_make_a_batch_bit_for_bit_and_go_on_with_one_that_was_interrupted(
@@ -141,7 +133,7 @@ def test_two_replicas_make_a_batch_bit_for_bit_and_go_on_with_one_that_was_inter
     _, errors = process.communicate(timeout=SCRIPT_SECONDS)
     assert process.returncode == 130 and "interrupted" in errors and "Traceback" not in errors, errors
     assert (out / FOLDER).is_dir()
-    make_batch(parsed(setup, **flags))
+    make_batch(generate.arguments(words_of(setup, **flags)))
     assert "lines were done before" in capsys.readouterr().out
     names = [f"000{number}.mp4" for number in range(1, 5)]
     assert sorted(path.name for path in out.glob("*.mp4")) == names
@@ -153,11 +145,9 @@ def test_two_replicas_make_a_batch_bit_for_bit_and_go_on_with_one_that_was_inter
     assert not (out / FOLDER).exists()
 
 
-def test_a_command_without_a_cluster_or_without_room_names_the_command_to_type(
-    cluster, setup, prompts, tmp_path, monkeypatch
-):
+def test_without_a_cluster_or_room_the_command_to_type_is_named(cluster, setup, prompts, tmp_path, monkeypatch):
     for address, command in (("127.0.0.1:1", "ray start --head"), (cluster.address, "--num-cpus 1")):
-        args = parsed(setup, prompts_file=prompts, output_dir=tmp_path / "out", ray=address)
+        args = generate.arguments(words_of(setup, prompts_file=prompts, output_dir=tmp_path / "out", ray=address))
         with pytest.raises(UserError, match=command):
             make_batch(args)
     monkeypatch.setattr(flags, "find_spec", lambda name: None)
@@ -165,16 +155,13 @@ def test_a_command_without_a_cluster_or_without_room_names_the_command_to_type(
         flags.check_fleet(args)
 
 
-# --- what dies and joins --------------------------------------------------------------------------
-
-
 class Scene:
-    """A pool on a queue of its own, and what happens to it: a generator that is asked twenty times
-    a second, until it is done."""
+    """A pool on a queue of its own, and what happens to it: a generator that is asked again until it is done."""
 
-    def __init__(self, folder, args, **more):
+    def __init__(self, folder, setup, cluster, flags: dict, **more):
         from ltx_neuron.fleet.pool import Pool
 
+        args = generate.arguments(words_of(setup, ray=cluster.address, prompt="-", **flags))
         self.queue = Queue(folder / "queue.sqlite", folder / "jobs")
         self.pool = Pool(self.queue, args, more.pop("capability_jobs", []), **more)
 
@@ -217,17 +204,14 @@ def until(happened):
 
 
 @pytest.fixture
-def quick(monkeypatch):
+def scene(cluster, setup, tmp_path, monkeypatch):
     monkeypatch.setattr("ltx_neuron.fleet.pool._LOOK_SECONDS", 0.05)
+    return lambda flags=(), **more: Scene(tmp_path, setup, cluster, dict(flags), **more)
 
 
-def test_a_killed_replica_and_a_lost_node_leave_their_jobs_to_others_after_the_last_stage(
-    cluster, node, setup, wanted, tmp_path, quick, capfd
-):
-    first = node(num_cpus=1)
-    scene = Scene(tmp_path, parsed(setup, ray=cluster.address, prompt="-"))
+def test_a_killed_replica_and_a_lost_node_leave_their_jobs_to_others(cluster, node, scene, wanted, capfd):
+    first, scene, processes = node(num_cpus=1), scene(), []
     one, two = scene.submit(LINES[0]), scene.submit(LINES[2])
-    processes = []
 
     def happens():
         yield from until(lambda: scene.denoised(one))
@@ -242,35 +226,32 @@ def test_a_killed_replica_and_a_lost_node_leave_their_jobs_to_others_after_the_l
     scene.run(happens())
     with suppress(psutil.NoSuchProcess):
         processes[0].kill()
+    printed = capfd.readouterr().out
     for id, name in ((one, "0001.mp4"), (two, "0003.mp4")):
         assert scene.video(id) == (wanted / name).read_bytes() and not scene.denoised(id)
+        assert f"{id}: resumed" in printed
     assert scene.get(one).attempt == 2 and scene.get(two).attempt >= 2
-    printed = capfd.readouterr().out
-    assert f"{one}: resumed" in printed and f"{two}: resumed" in printed
 
 
-def test_a_node_without_artifacts_pulls_them_and_a_job_is_cancelled_within_a_step(
-    cluster, node, setup, wanted, tmp_path, quick
-):
+def test_a_node_without_artifacts_pulls_them_and_a_job_is_cancelled_within_a_step(node, scene, setup, wanted, tmp_path):
     push(Store(tmp_path / "store"), setup.artifacts, [])
     node(num_cpus=1)
-    empty = {"artifacts_dir": tmp_path / "empty", "ray": cluster.address, "prompt": "-"}
-    scene = Scene(tmp_path, parsed(setup, artifacts_url=tmp_path / "store", **empty))
-    one, two = scene.submit(LINES[0]), scene.submit(LINES[1])
+    empty = {"artifacts_dir": tmp_path / "empty"}
+    pulls = scene(empty | {"artifacts_url": tmp_path / "store"})
+    one, two = pulls.submit(LINES[0]), pulls.submit(LINES[1])
 
     def happens():
-        yield from until(lambda: scene.get(one).status == "in_progress")
-        assert scene.queue.cancel("ada", one)
-        yield from until(lambda: not scene.queue.folder_of(one).exists())
-        yield from until(lambda: scene.get(two).status == "completed")
+        yield from until(lambda: pulls.get(one).status == "in_progress")
+        assert pulls.queue.cancel("ada", one)
+        yield from until(lambda: not pulls.queue.folder_of(one).exists())
+        yield from until(lambda: pulls.get(two).status == "completed")
 
-    scene.run(happens())
-    assert scene.video(two) == (wanted / "0002.mp4").read_bytes()
-    assert [folder.name for folder in scene.queue.folder.iterdir()] == [two]
+    pulls.run(happens())
+    assert pulls.video(two) == (wanted / "0002.mp4").read_bytes()
+    assert [folder.name for folder in pulls.queue.folder.iterdir()] == [two]
     shutil.rmtree(tmp_path / "empty")
     with pytest.raises(UserError, match="no dit graphs in(.|\n)*--artifacts-url URL"):
-        jobs = [make_job("-", Size(64, 64, 9))]
-        Scene(tmp_path, parsed(setup, **empty), max_failures=1, capability_jobs=jobs).run(until(lambda: 0))
+        scene(empty, max_failures=1, capability_jobs=[make_job("-", Size(64, 64, 9))]).run(until(lambda: 0))
 
 
 def test_the_service_outlives_its_pool_and_makes_the_videos_on_the_cluster(cluster, node, setup, wanted, tmp_path):
@@ -305,9 +286,6 @@ def test_the_service_outlives_its_pool_and_makes_the_videos_on_the_cluster(clust
         wait_for(lambda: ray.available_resources().get("CPU") == 1.0)
 
 
-# --- cores ----------------------------------------------------------------------------------------
-
-
 def test_a_replica_has_four_cores_of_one_chip_or_gives_them_back(cluster, node):
     """A layout of several chips has whole ones, and guidance groups have a share each."""
     import ray
@@ -316,7 +294,6 @@ def test_a_replica_has_four_cores_of_one_chip_or_gives_them_back(cluster, node):
 
     profile, row = resolve("trn2.48xlarge", ()), resolve("trn2.48xlarge", ("context_parallel=2",))
     assert rays.Needs.of(resolve("cpu", ("guidance_parallel=2",)), 1) == rays.Needs("CPU", 2)
-    assert rays.Needs.of(profile, 4) == rays.Needs("neuron_cores", 4)
 
     def asking(profile, count: int):
         """An actor that says which cores a replica would have in its place."""
@@ -333,9 +310,9 @@ def test_a_replica_has_four_cores_of_one_chip_or_gives_them_back(cluster, node):
     node(resources={"neuron_cores": 16})
     with rays.connected(cluster.address, profile):
         assert (rays.Needs.of(profile, 4).capacity(), rays.Needs.of(row, 4).capacity()) == (4, 2)
-        chips = [asking(profile, 4) for _ in range(2)]
-        assert cores_of(*chips, two := asking(row, 8)) == [[0, 1, 2, 3], [4, 5, 6, 7], [*range(8, 16)]]
-        for actor in (*chips, two):
+        actors = [asking(profile, 4), asking(profile, 4), asking(row, 8)]
+        assert cores_of(*actors) == [[0, 1, 2, 3], [4, 5, 6, 7], [*range(8, 16)]]
+        for actor in actors:
             ray.kill(actor)
         wait_for(lambda: ray.available_resources().get("neuron_cores") == 16)
         # Somebody else takes two cores: what is left begins in the middle of a chip.

@@ -1,5 +1,4 @@
-"""test/device without a device, as its user runs it and killed in the middle, and a step timed by
-its graphs."""
+"""test/device without a device, as its user runs it and killed in the middle, and a step timed by its graphs."""
 
 import os
 import re
@@ -18,8 +17,7 @@ from ltx_neuron.files import read_json
 
 
 def test_the_command_keeps_what_it_has_when_it_is_killed_and_goes_on_from_there(tmp_path):
-    """SIGKILL in the middle of its second section; then with a budget that has no room for the
-    third. A run ends with its page."""
+    """SIGKILL in the middle of its second section; then with a budget that has no room for the third."""
     words, state, page = command(tmp_path), tmp_path / "work/report.json", tmp_path / "work/report.md"
     process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     first, second, third, *_ = test_device.SECTIONS
@@ -47,8 +45,7 @@ def test_the_command_keeps_what_it_has_when_it_is_killed_and_goes_on_from_there(
 
 
 def test_a_step_is_timed_by_its_graphs_and_memory_is_asked_for_between_timed_steps(tmp_path, tiny, monkeypatch):
-    """Of the model of two blocks, which the tiny one stands for; of each core: before loading,
-    loaded, after the steps, unloaded."""
+    """Of the model of two blocks, which the tiny one stands for."""
     bench = rehearsal(tmp_path)
     (bench.folder / "wide").symlink_to(tiny.checkpoint.parent)
     model = measurements.timed_blocks(bench)

@@ -3,7 +3,7 @@
 import base64
 import re
 import shutil
-from contextlib import closing, contextmanager
+from contextlib import closing
 
 import pytest
 from conftest import SCRIPT_SECONDS, needs
@@ -22,6 +22,7 @@ pytestmark = [
 ]
 
 PHONE = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}
+VIDEOS = re.compile(r"/v1/videos(\?|$)")
 # How far a video has come and what was decoded of its sound, once there is some of both; its width.
 PLAYED = """async () => {
     const video = document.querySelector("#screen video"), seen = [0, 0];
@@ -34,8 +35,6 @@ PLAYED = """async () => {
     return [...seen, video.videoWidth];
 }"""
 WIDTHS = "[document.documentElement.scrollWidth, innerWidth]"
-# As on a page that was opened before the size was removed.
-OF_ANOTHER_SIZE = "document.querySelector('#size').selectedOptions[0].value = '1920x1088'"
 DROP = """(file) => {
     const bytes = Uint8Array.from(atob(file.data), (c) => c.charCodeAt(0));
     const transfer = new DataTransfer();
@@ -57,9 +56,8 @@ def browser():
 
 @pytest.fixture
 def opened(browser, service):  # noqa: F811
-    """opened(owner, **settings) gives the page as an owner of a token sees it; at the end, no
-    request has left the service, no script has failed, and the browser has refused nothing by the
-    page's Content-Security-Policy."""
+    """opened(owner, **settings) gives the page as an owner of a token sees it; at the end, no request has left the
+    service, no script has failed, and the browser has refused nothing by the page's Content-Security-Policy."""
     root, requested, failed, contexts = service.url[: -len("v1")], [], [], []
 
     def note(message) -> None:
@@ -88,15 +86,6 @@ def opened(browser, service):  # noqa: F811
     assert failed == []
 
 
-@contextmanager
-def idle(worker):
-    worker.suspend()
-    try:
-        yield
-    finally:
-        worker.resume()
-
-
 def generate(page, prompt: str, size: str | None = "64x64") -> None:
     page.fill("#prompt", prompt)
     if size:
@@ -104,8 +93,8 @@ def generate(page, prompt: str, size: str | None = "64x64") -> None:
     page.click("#generate")
 
 
-def wait_for_step(page, text: str) -> None:
-    page.wait_for_selector(f"#step:has-text('{text}')")
+def wait_for_text(page, selector: str, text: str) -> None:
+    page.wait_for_selector(f"{selector}:has-text('{text}')")
 
 
 def forget(service, page) -> None:  # noqa: F811
@@ -124,13 +113,11 @@ def model_of(service) -> dict:  # noqa: F811
 def test_the_page_asks_for_a_token_and_takes_none_that_is_not_known(opened, service):  # noqa: F811
     page = opened(None)
     page.wait_for_selector("#door:visible")
-    assert not page.is_visible("#desk")
-    page.fill("#token", "ltxn_wrong")
-    page.click("#door button")
-    page.wait_for_selector("text=This token is not known here.")
-    page.fill("#token", service.tokens["ada"])
-    page.click("#door button")
-    page.wait_for_selector("#desk:visible")
+    for token, then in (("ltxn_wrong", "text=This token is not known here."), (service.tokens["ada"], "#desk:visible")):
+        assert not page.is_visible("#desk")
+        page.fill("#token", token)
+        page.click("#door button")
+        page.wait_for_selector(then)
     assert not page.is_visible("#door")
     assert page.evaluate("[document.cookie, localStorage.length]") == ["", 0]
     page.click("text=Sign out ada")
@@ -140,8 +127,7 @@ def test_the_page_asks_for_a_token_and_takes_none_that_is_not_known(opened, serv
 
 
 def test_from_a_prompt_to_a_video_that_plays_with_sound_and_is_its_owners(opened, service, tmp_path):  # noqa: F811
-    page = opened("ada")
-    streamed = []
+    page, streamed = opened("ada"), []
     page.on("response", lambda response: response.status == 206 and streamed.append(response.url))
     generate(page, "waves crash on the shore", "128x128")
     page.wait_for_selector("#screen video")
@@ -177,7 +163,7 @@ def test_progress_and_a_preview_are_seen_and_a_clip_is_cancelled_while_it_is_mad
 
         try:
             generate(page, "birds sing", "128x128")
-            page.wait_for_selector("#shown-prompt:has-text('birds sing')")
+            wait_for_text(page, "#shown-prompt", "birds sing")
             wait_for(is_stopped_with_a_preview, every=0.002)
             page.wait_for_selector("#screen img")
             page.evaluate("document.querySelector('#screen img').decode()")  # there is a picture
@@ -200,12 +186,12 @@ def test_a_dropped_picture_is_seen_and_sent_and_a_file_of_another_type_refused(o
         file = {"data": data, "name": name, "type": kind}
         zone.dispatch_event("drop", {"dataTransfer": page.evaluate_handle(DROP, file)})
         if kind == "text/plain":
-            page.wait_for_selector("#error:has-text('First frame: notes.txt is of another type')")
+            wait_for_text(page, "#error", "First frame: notes.txt is of another type")
             assert not zone.locator("canvas").is_visible()
     zone.locator("canvas").wait_for()
     assert page.text_content("#error") == "" and zone.locator("canvas").bounding_box()["height"] >= 80
     generate(page, "a golden retriever")
-    page.wait_for_selector("#shown-prompt:has-text('a golden retriever')")
+    wait_for_text(page, "#shown-prompt", "a golden retriever")
     page.wait_for_selector("#screen video")
     assert posts == [service.url + "/videos"]
     (video,) = service.client("ada").videos.list(limit=1).data
@@ -219,7 +205,7 @@ def test_a_seed_is_random_and_a_videos_settings_are_used_again(opened, service):
     assert page.input_value("#seed") == "" and not page.is_visible("#new-seed")
     for prompt in ("the first", "the second"):
         generate(page, prompt, "128x128")
-        page.wait_for_selector(f"#shown-prompt:has-text('{prompt}')")
+        wait_for_text(page, "#shown-prompt", prompt)
         page.wait_for_selector("#screen video")
         seeds.append(re.search(r"seed (\d+)", page.text_content("#facts"))[1])
         assert page.evaluate("document.querySelector('#screen video').loop")
@@ -235,22 +221,25 @@ def test_a_seed_is_random_and_a_videos_settings_are_used_again(opened, service):
 
 
 def test_a_failed_video_has_its_reason_its_remedy_and_another_try(opened, service):  # noqa: F811
-    page = opened("bob")
-    with idle(service.worker):
+    page, worker = opened("bob"), service.worker
+    worker.suspend()
+    try:
         generate(page, "the first")
-        wait_for_step(page, "Waiting")
+        wait_for_text(page, "#step", "Waiting")
         generate(page, "the second")
-        wait_for_step(page, "Waiting: 1 ahead")
+        wait_for_text(page, "#step", "Waiting: 1 ahead")
         page.click("#remove:has-text('Cancel')")
-        wait_for_step(page, "Waiting")
+        wait_for_text(page, "#step", "Waiting")
         with closing(service.queue()) as queue:
             (entry,) = queue.claim("w", queue.next_batch_key(), 1)
             queue.fail(entry, "invalid_value", "input_reference: no such file")
-        wait_for_step(page, "Failed: First frame: no such file")
+        wait_for_text(page, "#step", "Failed: First frame: no such file")
         assert "choose its files again" in page.text_content("#remedy")
         page.locator("#retry").press("Enter")  # while the page may still scroll to the video
-        wait_for_step(page, "Waiting")
+        wait_for_text(page, "#step", "Waiting")
         assert not page.is_visible("#retry") and page.text_content("#remedy") == ""
+    finally:
+        worker.resume()
     page.wait_for_selector("#screen video")
     forget(service, page)
 
@@ -258,22 +247,22 @@ def test_a_failed_video_has_its_reason_its_remedy_and_another_try(opened, servic
 def test_the_workers_absence_its_start_and_a_missing_size_are_told_apart(opened, service):  # noqa: F811
     page = opened("bob", **PHONE)
     state = {"object": "queue", "waiting": 0, "in_progress": 0, "workers": 0, "starting": False}
-
-    def sees(text: str, **queue) -> None:
-        page.route("**/v1/queue", lambda route: route.fulfill(json=state | queue))
+    for text, queue in (
+        ("The worker is starting", {"starting": True}),
+        ("No worker is running", {}),
+        ("1 worker", {"workers": 1}),
+    ):
+        answer = state | queue
+        page.route("**/v1/queue", lambda route, answer=answer: route.fulfill(json=answer))
         page.reload()
-        page.wait_for_selector(f"#state:has-text('{text}')")
+        wait_for_text(page, "#state", text)
         page.unroute("**/v1/queue")
-
-    sees("The worker is starting", starting=True)
-    sees("No worker is running")
-    sees("1 worker", workers=1)
     assert not page.is_visible("#no-size")
     model = model_of(service)
     model["data"][0] |= {"sizes": [], "inputs": {}}
     page.route("**/v1/models", lambda route: route.fulfill(json=model))
     page.reload()
-    page.wait_for_selector("#no-size:has-text('ltx-neuron prepare')")
+    wait_for_text(page, "#no-size", "ltx-neuron prepare")
     assert page.is_disabled("#generate")
     page.unroute("**/v1/models")  # the size is compiled now
     page.wait_for_selector("#size:visible")
@@ -284,7 +273,6 @@ def test_a_last_frame_and_a_negative_prompt_are_sent_as_the_api_takes_them(opene
     page, posts, model = opened("bob"), [], model_of(service)
     (*_, last) = sizes = model["data"][0]["sizes"]
     model["data"][0]["inputs"] |= {"images": sizes, "nag_scale": [last]}
-    page.route("**/v1/models", lambda route: route.fulfill(json=model))
     refusal = {"message": "images[0]: it is not a readable picture", "param": "images[0]"}
 
     def refuse(route) -> None:
@@ -294,7 +282,8 @@ def test_a_last_frame_and_a_negative_prompt_are_sent_as_the_api_takes_them(opene
         else:
             route.continue_()
 
-    page.route(re.compile(r"/v1/videos$"), refuse)
+    page.route("**/v1/models", lambda route: route.fulfill(json=model))
+    page.route(VIDEOS, refuse)
     page.reload()
     page.wait_for_selector("#desk:visible")
     page.get_by_label("Last frame", exact=True).set_input_files(tiny.image)
@@ -302,9 +291,8 @@ def test_a_last_frame_and_a_negative_prompt_are_sent_as_the_api_takes_them(opene
     page.fill("#negative_prompt", "fog")
     page.wait_for_selector("#nag_scale:visible")
     assert page.input_value("#size") == last["size"]  # the only one that is compiled with it
-    page.fill("#prompt", "waves")
-    page.click("#generate")
-    page.wait_for_selector("#error:has-text('Last frame: it is not a readable picture')")
+    generate(page, "waves", size=None)
+    wait_for_text(page, "#error", "Last frame: it is not a readable picture")
     assert page.get_attribute("#images", "aria-invalid") == "true"
     (body,) = posts
     assert b'"frame":-1' in body and b"data:image/png;base64," in body and b"fog" in body
@@ -319,15 +307,13 @@ def test_the_time_left_is_that_of_the_steps_and_of_the_last_video_like_it(opened
     done = {"status": "completed", "started_at": 1000, "completed_at": 1041, "progress": 100}
     done |= like | {"id": "video_1", "detail": {"denoise_steps_ms": times}}
     detail = {"stage": "stage_1", "step": 2, "steps": 8, "denoise_steps_ms": {"stage_1": [9e3, 3e3]}}
-    running = like | {"id": "video_2", "status": "in_progress", "progress": 9, "detail": detail}
-    listed = [running]
-    answer = {"has_more": False}
-    page.route(re.compile(r"/v1/videos\?"), lambda route: route.fulfill(json=answer | {"data": listed}))
+    listed = [like | {"id": "video_2", "status": "in_progress", "progress": 9, "detail": detail}]
+    page.route(VIDEOS, lambda route: route.fulfill(json={"has_more": False, "data": listed}))
     page.route(re.compile("variant="), lambda route: route.fulfill(status=404, json={}))
     page.reload()
-    wait_for_step(page, "step 2 of 8 · about 54 s left in this stage")
+    wait_for_text(page, "#step", "step 2 of 8 · about 54 s left in this stage")
     listed.append(done)  # its second stage took 15 s, and its decoding 10 s
-    wait_for_step(page, "about 79 s left")
+    wait_for_text(page, "#step", "about 79 s left")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -336,9 +322,10 @@ def test_it_fits_a_phone_also_with_a_long_refusal(opened, service, scheme):  # n
     assert page.evaluate(WIDTHS) == [390, 390]
     ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, re.findall(r"\d+", ground))) < 200) == (scheme == "dark"), ground
-    page.evaluate(OF_ANOTHER_SIZE)
+    # As on a page that was opened before the size was removed.
+    page.evaluate("document.querySelector('#size').selectedOptions[0].value = '1920x1088'")
     generate(page, "x" * 300, size=None)
-    page.wait_for_selector("#error:has-text('not compiled')")
+    wait_for_text(page, "#error", "not compiled")
     assert page.evaluate(WIDTHS) == [390, 390]
     message = page.text_content("#error")
     assert "64x64, 9 frames" in message and "profile_mismatch" not in message and "GET" not in message

@@ -53,19 +53,16 @@ def test_a_port_or_host_that_cannot_be_served_is_refused_before_anything_starts(
     for port in ("-1", "65536"):
         with pytest.raises(UserError, match=f"--port {port}: wanted 0 to 65535"):
             check(parsed(*words, "--port", port))
-    for host in ("192.0.2.1", "no-such-host.invalid"):
-        with pytest.raises(UserError, match=f"--host {host}: "):
-            check_port(host, 0)
+    with pytest.raises(UserError, match="--host no-such-host.invalid: "):
+        check_port("no-such-host.invalid", 0)
 
 
 def test_the_page_has_an_address_and_a_machine_without_a_screen_a_tunnel(monkeypatch):
     monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setenv("USER", "ubuntu")
-    monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
-    monkeypatch.setenv("DISPLAY", ":0")
+    monkeypatch.setattr("os.environ", {"USER": "ubuntu", "DISPLAY": ":0"})
     lines = ["serving: http://127.0.0.1:81/v1", "page: http://127.0.0.1:81/"]
     assert addresses("127.0.0.1", 81, True) == lines and addresses("127.0.0.1", 81, False) == lines[:1]
-    monkeypatch.delenv("DISPLAY")
+    monkeypatch.setattr("os.environ", {"USER": "ubuntu"})
     assert addresses("127.0.0.1", 81, True)[:2] == lines
     assert "  ssh -L 81:127.0.0.1:81 ubuntu@MACHINE" in addresses("127.0.0.1", 81, True)
     assert "ssh -L 81:[::1]:81 " in "\n".join(addresses("::1", 81, True))
@@ -76,10 +73,9 @@ def test_the_page_has_an_address_and_a_machine_without_a_screen_a_tunnel(monkeyp
 def test_a_worker_that_is_still_importing_ends_with_its_parent():
     """It ends by the signal, before the service's own modules could handle one."""
     command = [sys.executable, "-m", "ltx_neuron.serve.supervised", "--role", "worker"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    process.stdin.close()  # as the system does when the parent is killed
-    assert process.wait(60) == -signal.SIGTERM
-    assert process.stderr.read() == ""
+    # As the system closes it when the parent is killed.
+    process = subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=60)
+    assert (process.returncode, process.stderr) == (-signal.SIGTERM, b"")
 
 
 SUPERVISED = """
@@ -93,8 +89,7 @@ def main():
         time.sleep(60)
     except errors.Terminated:
         print("tidied up", flush=True)
-        if "stubborn" in sys.argv:
-            time.sleep(60)
+        time.sleep(60 * ("stubborn" in sys.argv))
         raise
 
 errors.run(main)
@@ -103,12 +98,10 @@ errors.run(main)
 
 @pytest.mark.parametrize(("word", "code"), [("", 143), ("stubborn", 1)])
 def test_a_supervised_process_tidies_up_when_its_parent_has_died_and_ends_in_any_case(word, code):
-    process = subprocess.Popen(
-        [sys.executable, "-c", SUPERVISED, word], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-c", SUPERVISED, word]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "begun\n"
     time.sleep(0.2)
     assert process.poll() is None
     process.stdin.close()  # as the system does when the parent is killed
-    assert process.wait(20) == code
-    assert process.stdout.read() == "tidied up\n"
+    assert process.wait(20) == code and process.stdout.read() == "tidied up\n"

@@ -22,7 +22,6 @@ def files(tmp_path_factory) -> dict[str, bytes]:
     write_film(folder / "film.mp4", film)
     write_film(folder / "heard.mkv", film, sound=tone(48000, 57 / 24))
     write_film(folder / "long.mkv", film, sound=tone(48000, 3.0))
-    write_film(folder / "odd.mp4", picture_frames(16, 66, 96, 1))
     write_film(folder / "other.mp4", picture_frames(9, 64, 64, 1))
     Image.new("RGB", (64, 64)).save(folder / "picture.png")
     (folder / "text.txt").write_text("a text\n" * 100)
@@ -32,9 +31,9 @@ def files(tmp_path_factory) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def opened_studio(tmp_path_factory, files):
-    from unit.service import client
+    from unit.service import studio
 
-    with client.studio(tmp_path_factory.mktemp("studio"), files) as service:
+    with studio.opened(tmp_path_factory.mktemp("studio"), files) as service:
         yield service
 
 

@@ -1,43 +1,22 @@
 """What becomes of a request: a job with its files, or a refusal in words that leaves nothing."""
 
-import json
 from base64 import b64encode
 from io import BytesIO
 from pathlib import Path
 
 import pytest
 from PIL import Image
-
-pytest.importorskip("fastapi", reason="the extra is not installed: pip install -e .[serve]")
+from service_app import FORM, SIZE, SMALL, VIDEOS, Sent, form
 
 from ltx_neuron.config.release import RELEASES
 from ltx_neuron.serve.__main__ import capability_jobs, reference_jobs
 from ltx_neuron.service import media, picture, sandbox
+from ltx_neuron.service.jobs import job_of
 from ltx_neuron.service.limits import MAX_JSON_BYTES
 from ltx_neuron.service.openapi import EXAMPLES
 from ltx_neuron.service.settings import Limits
-from unit.service import client
-from unit.service.client import (
-    FILM,
-    FORM,
-    LONG,
-    PAIR,
-    SIZE,
-    SMALL,
-    TILES,
-    VIDEOS,
-    WIDE,
-    WITH_TAIL,
-    Sent,
-    answer_of,
-    form,
-    job_sent,
-    post_form,
-    post_json,
-    refusal_of,
-    send,
-    with_files,
-)
+from unit.service import studio as studios
+from unit.service.studio import FILM, LONG, PAIR, TILES, WIDE, WITH_TAIL, with_files
 
 POSE = {"lora_set": "pose", "video_conditioning": "film.mp4", "size": "192x128", "two_stage": "true"}
 PART = {"video_reference": "film.mp4", "start_time": "0.2", "end_time": "0.5"}
@@ -49,72 +28,73 @@ TILED = POSE | {"stage_2_ic_lora": "true", "tile": "1"} | {name: str(side) for n
 TAIL = {"size": SIZE, "tail_frames": "8"}
 
 
+def job_sent(service, **fields) -> tuple:
+    """The job of a form, as a worker reads it, the object that its client got, and the job's folder."""
+    got = service.post_form(**fields)
+    assert got.status == 200, got.body
+    folder = service.queue.folder_of(got.json["id"])
+    entry = service.queue.get("ada", got.json["id"])
+    assert entry.bytes == sum(path.stat().st_size for path in folder.iterdir())
+    return job_of(entry.params, folder), got.json, folder
+
+
+def refusal_of(service, status: int = 400, **fields) -> dict:
+    """The error of a form; nothing of it is left, and its words name fields and no flag or folder."""
+    before = {*service.queue.folder.iterdir()}
+    got = service.post_form(**fields)
+    assert got.status == status, got.body
+    assert {*service.queue.folder.iterdir()} == before
+    assert str(service.queue.folder) not in got.body.decode() and "--" not in got.error["message"]
+    return got.error
+
+
 def value_of(job, path: str):
     for part in path.split("."):
         job = job[int(part)] if part.isdigit() else getattr(job, part)
     return job
 
 
-# Fields -> values of the job, and of the object that the client gets
+HALF = {"lora_set": "half", "video_conditioning[video_url]": "film.mp4", "video_conditioning[strength]": "0.5"}
+WINDOWS = {"size": SIZE, "num_frames": "217", "chunk_pixel_frames": "121", "next_prompts": '["night falls"]'}
+IN_WINDOWS = {"windows.1.chunk.start": 96, "windows.1.prompts.1": "night falls", "size": LONG}
+NO_VOICE = "no LoRA has layers of the sound, so the voice may not be taken over"
+IN_FILM = {"size": "96x64", "num_frames": FILM.num_frames}
+# Fields, values of the job, and of the object that the client gets
 JOBS = {
     "a sound": (
         SOUND | {"audio_start_time": "0.5", "audio_bed": "-50"},
         {"sound.start_time": 0.5, "sound.bed": -50, "size": SMALL},
         {"notes": []},
     ),
-    "a part of a film": (
-        PART,
-        {"retake.start_time": 0.2, "retake.end_time": 0.5, "size": FILM},
-        {"size": "96x64", "num_frames": FILM.num_frames},
-    ),
+    "a part of a film": (PART, {"retake.start_time": 0.2, "retake.end_time": 0.5, "size": FILM}, IN_FILM),
     "a longer film": (
         {"video_reference": "heard.mkv", "extend": "2"},
         {"retake.extend": 2, "retake.source_frames": FILM.num_frames},
-        {"size": "96x64", "num_frames": FILM.num_frames + 48},
+        IN_FILM | {"num_frames": FILM.num_frames + 48},
     ),
-    "a reference": (
-        {"lora_set": "half", "video_conditioning[video_url]": "film.mp4", "video_conditioning[strength]": "0.5"},
-        {"references.0.strength": 0.5, "references.0.space_scale": 2, "size": WIDE},
-        {"two_stage": True},
-    ),
+    "a reference": (HALF, {"references.0.strength": 0.5, "references.0.space_scale": 2, "size": WIDE}, {}),
     "a mask": (POSE | {"conditioning_attention_mask": "film.mp4"}, {"attention_mask.strength": 1.0}, {}),
     "tiles of a size": (TILED, TILES | {"tile": True, "stage_2_ic_lora": True, "size": PAIR}, {}),
-    "a voice of 2 s": (
-        SHORT_VOICE,
-        {"reference_sound.latents": 51, "size": PAIR},
-        {"notes": ["no LoRA has layers of the sound, so the voice may not be taken over"]},
-    ),
-    "a voice of 5 s": (VOICE | {"reference_audio_max_duration": "5"}, {"reference_sound.latents": 126}, {}),
+    "a voice of 2 s": (SHORT_VOICE, {"reference_sound.latents": 51, "size": PAIR}, {"notes": [NO_VOICE]}),
     "another language": (
         DUB | {"reference_strength": "0.5", "size": "192x128"},
         {"dubbing.strength": 0.5, "size": PAIR},
         {"num_frames": FILM.num_frames, "fps": 24, "two_stage": True},
     ),
-    "a tail of the usual length": (
-        TAIL,
-        {"size": WITH_TAIL, "tail_frames": 8},
-        {"num_frames": 121, "seconds": "5", "notes": []},
-    ),
-    "a long clip": (
-        {"size": SIZE, "num_frames": "217", "chunk_pixel_frames": "121", "next_prompts": '["night falls"]'},
-        {"windows.1.chunk.start": 96, "windows.1.prompts.1": "night falls", "size": LONG},
-        {"seconds": "9", "prompt": "waves"},
-    ),
-    "a tail of frames": (TAIL | {"num_frames": "113"}, {"size": SMALL}, {"num_frames": 113}),
+    "a tail": (TAIL, {"size": WITH_TAIL, "tail_frames": 8}, {"num_frames": 121, "seconds": "5", "notes": []}),
+    "a long clip": (WINDOWS, IN_WINDOWS, {"seconds": "9", "prompt": "waves"}),
 }
 
 
-@pytest.mark.parametrize("kind", JOBS)
-def test_a_request_becomes_a_job_with_its_files_beside_it(studio, files, kind):
-    fields, values, answer = JOBS[kind]
+@pytest.mark.parametrize(("fields", "values", "answer"), JOBS.values(), ids=JOBS)
+def test_a_request_becomes_a_job_with_its_files_beside_it(studio, files, fields, values, answer):
     fields = with_files(fields, files)
-    job, video = job_sent(studio, **fields)
+    job, video, folder = job_sent(studio, **fields)
     assert {path: value_of(job, path) for path in values} == values
     assert {name: video[name] for name in answer} == answer
-    folder = studio.queue.folder_of(video["id"])
     sent = {value for value in fields.values() if isinstance(value, bytes)}
     assert {path.read_bytes() for path in folder.iterdir()} == sent
-    assert send(studio, "DELETE", f"{VIDEOS}/{video['id']}").status == 200
+    assert studio.send("DELETE", f"{VIDEOS}/{video['id']}").status == 200
     assert not folder.exists()
 
 
@@ -124,30 +104,29 @@ def test_a_form_with_a_sound_is_the_same_job_when_it_is_sent_again_with_its_key(
     bodies = [form({"prompt": "waves", "size": SIZE, "audio_reference": content}) for content in contents]
     first, again, other = (studio.ask(Sent("POST", VIDEOS, b"", headers, body)) for body in bodies)
     assert (first.status, again.status, other.status) == (200, 200, 409), again.body
-    assert json.loads(first.body)["id"] == json.loads(again.body)["id"]
+    assert first.json["id"] == again.json["id"]
 
 
 def test_each_kind_of_job_is_taken_of_the_later_release_as_well(tmp_path, files, monkeypatch):
     monkeypatch.setattr(media, "check", lambda *_: None)
-    with client.studio(tmp_path, files, RELEASES[-1]) as service:
+    with studios.opened(tmp_path, files, RELEASES[-1]) as service:
         service.submitter.limits = Limits(max_queue=100, rate=1e9)
         for name, fields in (EXAMPLES["multipart/form-data"] | {name: row[0] for name, row in JOBS.items()}).items():
-            got = post_form(service, **with_files(fields, files))
+            got = service.post_form(**with_files(fields, files))
             assert got.status == 200, (name, got.body)
 
 
 def test_a_picture_is_a_reference_that_all_frames_show(studio, files):
     sheet, url = files["picture.png"], "data:image/png;base64," + b64encode(files["picture.png"]).decode()
-    for fields in ({"video_conditioning[image_url]": sheet}, {"video_conditioning": sheet}):
-        job, video = job_sent(studio, lora_set="pose", **fields)
+    for field in ("video_conditioning[image_url]", "video_conditioning"):
+        job, _, folder = job_sent(studio, lora_set="pose", **{field: sheet})
         (reference,) = job.references
         assert reference.still and reference.pixels(job.size.first)[0] == job.size.num_frames
-        folder = studio.queue.folder_of(video["id"])
         assert [path.name for path in folder.iterdir()] == [Path(reference.path).name]
         with Image.open(reference.path) as shown, Image.open(BytesIO(sheet)) as sent:
             assert shown.format == "PNG" and shown.tobytes() == sent.tobytes()
     for key in ("image_url", "video_url"):
-        got = post_json(studio, size=None, lora_set="pose", video_conditioning=[{key: url}])
+        got = studio.post(size=None, lora_set="pose", video_conditioning=[{key: url}])
         assert got.status == 200, got.body
 
 
@@ -161,58 +140,59 @@ def test_a_decoded_picture_has_the_pixels_of_the_file(tmp_path):
 
 
 def test_the_model_lists_the_inputs_that_it_takes_with_their_sizes(studio):
-    (model,) = answer_of(studio, "/v1/models")["data"]
+    (model,) = studio.get("/v1/models").json["data"]
     listed = {name: {size["size"] for size in sizes} for name, sizes in model["inputs"].items()}
     turned, stages = {SIZE, "512x768"}, {"192x128", "128x192", "256x128", "128x256"}
-    films = {"96x64", "64x96"}
     assert listed["input_reference"] == turned and listed["audio_reference"] >= turned | stages
-    assert listed["video_reference"] == films and listed["video_conditioning"] == stages
+    assert listed["video_reference"] == {"96x64", "64x96"} and listed["video_conditioning"] == stages
     for name in ("conditioning_attention_mask", "tile", "reference_audio", "reference_video"):
         assert listed[name] == {"192x128", "128x192"}
     assert model["reference_audio_seconds"] == [2.0, 5.0]
+    assert model["default"]["size"] == SIZE and model["default"] in model["sizes"]
     assert [job.all_loras for job in capability_jobs(studio.sizes)][:1] == [()]  # a worker must have no LoRA for it
     assert reference_jobs(studio.sizes)[0].stages[0].loras == studio.sizes.lora_sets["pose"].stage_1_loras
+
+
+def test_a_request_chooses_among_the_commands_sets_of_loras(studio):
+    (model,) = studio.get("/v1/models").json["data"]
+    assert model["lora_sets"]["dub"] == [{"name": "dub.safetensors", "strength": 1}]
+    ids = [studio.accepted(lora_set=name) for name in ("dub", "default", None)]
+    dub, default, none = (studio.queue.get("ada", id) for id in ids)
+    assert dub.batch_key != default.batch_key == none.batch_key  # one set's jobs are made together
+    loras = [job_of(entry.params, studio.queue.folder).loras for entry in (dub, default, none)]
+    assert loras == [studio.sizes.lora_sets["dub"].loras, (), ()] and len(loras[0]) == 1
+    assert [studio.send("DELETE", f"{VIDEOS}/{id}").status for id in ids] == [200] * 3
 
 
 MISMATCH, NOT_SUPPORTED = "profile_mismatch", "feature_not_supported"
 # Fields -> the code, the field that is named, and words of the message
 REFUSED = [
     (SOUND | {"audio_start_time": "3", "size": ""}, "", "audio_reference", "num_frames"),
-    ({"audio_start_time": "3"}, "", "audio_start_time", "audio_reference"),
     (PART | {"end_time": "9"}, "", "start_time", "reaches beyond"),
-    (PART | {"size": "96x64"}, "", "height", "video_reference"),
     (PART | {"seconds": "1"}, "", "seconds", "does not go with video_reference"),
     (PART | {"video_reference": "other.mp4", "end_time": "0.3"}, MISMATCH, "video_reference", "is not compiled"),
     ({"video_reference": "film.mp4", "extend": "61"}, "", "extend", "at most 60 s"),
     ({"video_conditioning": "film.mp4"}, NOT_SUPPORTED, "video_conditioning", "'pose'"),
     ({"lora_set": "pose", "size": "192x128"}, "", "lora_set", ""),
     (POSE | {"lora_set": "half", "conditioning_attention_mask": "film.mp4"}, MISMATCH, "size", "with video_condition"),
-    (TILED | {"tile_height": "96"}, MISMATCH, "size", "tile is not compiled"),
     ({"reference_video": "heard.mkv"}, NOT_SUPPORTED, "reference_video", "available: 'dub'"),
     (DUB | {"reference_video": "long.mkv"}, MISMATCH, "reference_video", "of 3.00 s of sound is not"),
-    (DUB | {"size": "512x512"}, MISMATCH, "reference_video", "num_frames 57, frame_rate 24.0"),
     (DUB | {"num_frames": "9"}, "", "num_frames", "says how many (57 of its 57 frames, 24 fps)"),
     (DUB | {"seconds": "2"}, "", "seconds", "does not go with reference_video"),
     (DUB | {"two_stage": "false"}, "", "reference_video", "got no two_stage"),
     (VOICE, MISMATCH, "reference_audio", "of 6.00 s of sound (compiled: 2.00, 5.00) is not compiled"),
-    (VOICE | {"lora_set": ""}, NOT_SUPPORTED, "reference_audio", "'pose'"),
     (VOICE | {"lora_set": "both"}, NOT_SUPPORTED, "reference_audio", "'pose'"),
-    (SHORT_VOICE | {"identity_guidance_scale": "2"}, "", "identity_guidance_scale", "is of the dev recipe"),
     ({"num_frames": "121", "tail_frames": "16"}, MISMATCH, "size", "tail_frames 16"),
     ({"size": SIZE, "guidance_scale": "3"}, "", "video_cfg_guidance_scale", "takes no video_cfg_guidance_scale"),
     ({"size": SIZE, "upscale": "temporal"}, NOT_SUPPORTED, "upscale", "no temporal upsampler"),
-    ({"size": SIZE, "num_steps": 20}, "", "num_inference_steps", "num_inference_steps 20: the distilled recipe"),
     ({"size": SIZE, "lora_set": "noir"}, "", "lora_set", "unknown lora_set 'noir'; known: 'pose', 'half'"),
-    ({"size": "640x640"}, MISMATCH, "size", "Compiled: "),
 ]
 
 
 @pytest.mark.parametrize(
     ("fields", "code", "param", "words"), REFUSED, ids=[f"{n} {row[2]} {row[3]}" for n, row in enumerate(REFUSED)]
 )
-def test_a_request_that_cannot_be_made_is_refused_by_its_field_and_leaves_nothing(
-    studio, files, fields, code, param, words
-):
+def test_what_cannot_be_made_is_refused_by_its_field_and_leaves_nothing(studio, files, fields, code, param, words):
     error = refusal_of(studio, **with_files(fields, files))
     assert (error["code"], error["param"]) == (code or "invalid_value", param) and words in error["message"]
     assert ("compiled" in error) == (code == MISMATCH)
@@ -226,9 +206,9 @@ def test_a_file_of_another_kind_is_refused_by_its_content(service, files, kind, 
         assert error["message"].startswith(f"{kind}_reference: it ")
 
 
-def png(size: tuple[int, int]) -> bytes:
+def png(side: int) -> bytes:
     file = BytesIO()
-    Image.new("1", size).save(file, format="PNG")
+    Image.new("1", (side, side)).save(file, format="PNG")
     return file.getvalue()
 
 
@@ -236,9 +216,9 @@ def png(size: tuple[int, int]) -> bytes:
     ("content", "words"),
     [
         (b"\0\0\0\x18ftypmp42" + bytes(1000), "not a readable picture"),
-        (png((12_000, 12_000)), "12000x12000 pixels"),
-        (png((64, 64))[:-30], "not a readable picture"),
-        (png((1, 1)), "a video cannot have its size; wanted 2 to"),
+        (png(12_000), "12000x12000 pixels"),
+        (png(64)[:-30], "not a readable picture"),
+        (png(1), "a video cannot have its size; wanted 2 to"),
     ],
     ids=["an mp4", "a bomb", "half a picture", "one pixel"],
 )
@@ -253,29 +233,29 @@ def test_a_file_beyond_its_kinds_limit_is_refused_while_it_arrives(studio, files
     monkeypatch.setattr(studio.submitter, "limits", limits)
     for field, most in (("input_reference", 50), ("audio_reference", 2000), ("video_conditioning[video_url]", 1000)):
         error = refusal_of(studio, 413, **{field: files["sound.wav"]})
-        assert (error["code"], error["param"]) == ("file_too_large", field)
-        assert f"{most} bytes" in error["message"]
+        assert (error["code"], error["param"]) == ("file_too_large", field) and f"{most} bytes" in error["message"]
     error = refusal_of(studio, 413, lora_set="pose", video_conditioning=files["picture.png"])  # once it is known
     assert (error["code"], error["param"]) == ("file_too_large", "video_conditioning[0]")
     headers = studio.headers(content_length=b"%d" % (MAX_JSON_BYTES + 1))  # held in memory
-    got = studio.ask(Sent("POST", VIDEOS, b"", headers, b"{}"))
-    assert (got.status, got.error["code"]) == (413, "body_too_large")
+    assert studio.ask(Sent("POST", VIDEOS, b"", headers, b"{}")).refused == (413, "body_too_large")
 
 
 def test_files_of_waiting_jobs_are_counted(service, files):
     service.submitter.limits = Limits(max_queue_gb=1.5 * len(files["sound.wav"]) / 1e9)
     fields = with_files(SOUND, files)
-    assert post_form(service, **fields).status == 200
+    assert service.post_form(**fields).status == 200
     assert refusal_of(service, 429, **fields)["code"] == "queue_full"
 
 
-def test_a_file_beyond_the_limits_of_what_it_shows_is_refused(tmp_path, files):
-    for name, kind, limits, words in (
+@pytest.mark.parametrize(
+    ("name", "kind", "limits", "words"),
+    [
         ("sound.wav", "audio", Limits(max_media_seconds=5), "longer than 5 s"),
-        ("film.mp4", "video", Limits(max_media_seconds=0.5), "longer than 0.5 s"),
         ("film.mp4", "video", Limits(max_video_pixels=6000), "96x64 pixels, wanted at most 6000"),
-    ):
-        (tmp_path / name).write_bytes(files[name])
-        with pytest.raises(sandbox.BadFile, match=words):
-            media.check(tmp_path / name, kind, limits)
-        media.check(tmp_path / name, kind, Limits())
+    ],
+)
+def test_a_file_beyond_the_limits_of_what_it_shows_is_refused(tmp_path, files, name, kind, limits, words):
+    (tmp_path / name).write_bytes(files[name])
+    with pytest.raises(sandbox.BadFile, match=words):
+        media.check(tmp_path / name, kind, limits)
+    media.check(tmp_path / name, kind, Limits())

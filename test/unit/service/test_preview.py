@@ -6,6 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from helpers import generator, randn
 from PIL import Image
 from torch.nn import functional
 
@@ -20,8 +21,9 @@ from ltx_neuron.service import preview
 from ltx_neuron.service.preview import SECONDS, Previews
 from ltx_neuron.service.worker import with_thumbnail
 
-STAGE, OTHER = (make_job("", Size(64, width, 9)).stages[0] for width in (96, 64))  # latents (1, 128, 2, 2, 3)
-MIXED = torch.linalg.qr(torch.randn(128, 3, generator=torch.Generator().manual_seed(1)))[0]
+STAGE, OTHER = (make_job("", Size(64, width, 9)).stages[0] for width in (96, 64))
+LATENT = 1, 128, 2, 2, 3
+MIXED = torch.linalg.qr(randn(128, 3, seed=1))[0]
 
 
 def encode(pixels: torch.Tensor) -> torch.Tensor:
@@ -31,40 +33,36 @@ def encode(pixels: torch.Tensor) -> torch.Tensor:
 
 
 def test_the_matrix_of_an_encoder_gives_the_colours_back():
-    colours = torch.rand(4, 6, 3, generator=torch.Generator().manual_seed(2)) * 0.6 + 0.2
+    colours = torch.rand(4, 6, 3, generator=generator(2)) * 0.6 + 0.2
     pixels = colours.permute(2, 0, 1).repeat_interleave(32, 1).repeat_interleave(32, 2)
     latent = preview.middle(encode(pixels[None, :, None] * 2 - 1))
     fitted = preview.with_one(latent) @ preview.fitted(encode)
     torch.testing.assert_close(fitted, colours, atol=0.02, rtol=0)
 
 
-@pytest.mark.parametrize("step", range(STAGE.steps))
-def test_what_a_step_predicts_is_found_from_the_latents_around_it(step):
-    clean, noise = torch.randn(2, 4, 6, 128, generator=torch.Generator().manual_seed(3))
-    sigma, sigma_next = STAGE.sigmas[step : step + 2]
-    before, after = (clean + s * (noise - clean) for s in (sigma, sigma_next))
-    predicted = preview.predicted(before, after, sigma, sigma_next)
-    torch.testing.assert_close(predicted, clean, atol=2e-3, rtol=0)
+def test_what_a_step_predicts_is_found_from_the_latents_around_it():
+    clean, noise = randn(2, 4, 6, 128, seed=3)
+    for sigma, sigma_next in zip(STAGE.sigmas, STAGE.sigmas[1:], strict=False):
+        before, after = (clean + s * (noise - clean) for s in (sigma, sigma_next))
+        predicted = preview.predicted(before, after, sigma, sigma_next)
+        torch.testing.assert_close(predicted, clean, atol=2e-3, rtol=0)
 
 
 def test_a_preview_is_a_small_picture_of_the_videos_shape_also_of_latents_that_are_no_numbers():
-    for latent in (torch.randn(16, 24, 128), torch.full((16, 24, 128), float("nan"))):
-        image = Image.open(BytesIO(preview.picture(latent, torch.randn(129, 3))))
+    for latent in (randn(16, 24, 128), torch.full((16, 24, 128), float("nan"))):
+        image = Image.open(BytesIO(preview.picture(latent, randn(129, 3))))
         assert (image.format, image.size) == ("JPEG", (256, 171))
-
-
-def counting(folder) -> SimpleNamespace:
-    """What Previews asks of an engine, with counted answers."""
-    run = SimpleNamespace(video=patchify_video(torch.randn(1, 128, 2, 2, 3)), latent_shape=(2, 2, 3))
-    run.video_latent, run.predicted_video = Mock(side_effect=lambda: torch.randn(1, 128, 2, 2, 3)), lambda: None
-    workspace = SimpleNamespace(artifacts=folder, checkpoint=SimpleNamespace(fingerprint="f"))
-    host = SimpleNamespace(encode_image=Mock(side_effect=encode))
-    return SimpleNamespace(workspace=workspace, host=host, stage_run=run)
 
 
 @pytest.fixture
 def engine(tmp_path):
-    return counting(tmp_path)
+    """What Previews asks of an engine, with counted answers."""
+    read = Mock(side_effect=lambda: torch.randn(LATENT))
+    run = SimpleNamespace(video=patchify_video(torch.randn(LATENT)), latent_shape=LATENT[2:], video_latent=read)
+    run.predicted_video = lambda: None
+    workspace = SimpleNamespace(artifacts=tmp_path, checkpoint=SimpleNamespace(fingerprint="f"))
+    host = SimpleNamespace(encode_image=Mock(side_effect=encode))
+    return SimpleNamespace(workspace=workspace, host=host, stage_run=run)
 
 
 def shown(engine, *steps) -> list[bool]:
@@ -89,7 +87,7 @@ def test_slow_steps_are_read_back_once_each_and_two_fast_ones_for_a_picture(engi
 
 def test_a_samplers_own_prediction_is_shown_and_nothing_is_read_back(engine):
     """Latents of res_2s hold new noise: an Euler step to 0 from two of them would show that."""
-    clean = torch.randn(1, 128, 2, 2, 3)
+    clean = torch.randn(LATENT)
     engine.stage_run.predicted_video = lambda: clean
     previews = Previews(engine, lambda: 1.0)
     assert previews.after_step(STAGE, 5) == preview.picture(preview.middle(clean), previews.matrix)
@@ -109,17 +107,13 @@ def test_a_checkpoint_without_an_encoder_has_no_previews_which_is_said(engine, c
     assert "no previews: no tensors" in capsys.readouterr().out
 
 
-def test_the_matrix_is_fitted_once_for_a_checkpoint_and_again_where_its_file_is_damaged(tmp_path):
-    first, second, third = (counting(tmp_path) for _ in range(3))
-    matrix = Previews(first).matrix
-    assert (
-        torch.equal(Previews(second).matrix, matrix)
-        and first.host.encode_image.called
-        and not second.host.encode_image.called
-    )
+def test_the_matrix_is_fitted_once_for_a_checkpoint_and_again_where_its_file_is_damaged(engine, tmp_path):
+    fit, matrix = engine.host.encode_image, Previews(engine).matrix
+    pictures = fit.call_count
+    assert torch.equal(Previews(engine).matrix, matrix) and fit.call_count == pictures > 0
     (file,) = (tmp_path / "preview").iterdir()
     file.write_text('{"matrix": [[1, 2, 3]]}')
-    assert torch.equal(Previews(third).matrix, matrix) and third.host.encode_image.called
+    assert torch.equal(Previews(engine).matrix, matrix) and fit.call_count == 2 * pictures
 
 
 def test_a_clips_thumbnail_is_its_middle_frame_in_whichever_chunk_it_comes(tmp_path):

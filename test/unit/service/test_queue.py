@@ -17,7 +17,6 @@ from ltx_neuron.service.periodic import run_periodically
 from ltx_neuron.service.queue import Entry, KeyUsed, NewJob, Queue, QueueFull, Room
 
 FAR = 1e9  # days and bytes that nothing reaches
-UNLIMITED = Room()
 
 
 class Clock:
@@ -42,20 +41,20 @@ def queue(tmp_path):
         yield queue
 
 
-def submit(queue: Queue, owner: str = "ada", batch_key: str = "small", room: Room = UNLIMITED, **fields) -> Entry:
+def submit(queue: Queue, owner: str = "ada", batch_key: str = "small", room: Room | None = None, **fields) -> Entry:
     id = queue.new_id()
     queue.folder_of(id).mkdir()
     (queue.folder_of(id) / "input.png").write_bytes(b"picture")
     fields = {"digest": "digest", "params": {"prompt": "waves"}, "public_fields": {"size": "64x64"}} | fields
-    return queue.submit(NewJob(id, owner, batch_key=batch_key, **fields), room)[0]
+    return queue.submit(NewJob(id, owner, batch_key=batch_key, **fields), room or Room())[0]
 
 
 def claim(queue: Queue, worker: str = "w1", batch_key: str = "small", count: int = 1) -> list[Entry]:
     return queue.claim(worker, batch_key, count)
 
 
-def begin(queue: Queue, **fields) -> Entry:
-    submit(queue, **fields)
+def begin(queue: Queue) -> Entry:
+    submit(queue)
     (entry,) = claim(queue)
     assert queue.report(entry, 1)
     return entry
@@ -73,26 +72,24 @@ def test_a_job_goes_from_queued_to_completed_or_failed_and_is_the_same_after_a_r
     assert queue.report(entry, 40, {"stage": "stage_1", "step": 3})
     stored = queue.get("ada", entry.id)
     assert (stored.status, stored.progress, stored.detail["step"]) == ("in_progress", 40, 3)
-    assert queue.complete(entry, bytes=1000)
+    assert queue.complete(entry, bytes=1000) and claim(queue) == []
     stored = queue.get("ada", entry.id)
     assert (stored.status, stored.progress, stored.bytes) == ("completed", 100, 1000)
     assert stored.created_at < stored.started_at < stored.completed_at
-    assert claim(queue) == []
     assert queue.fail(failed := begin(queue), "internal_error", "not finite")
     with open_queue(tmp_path) as reopened:
         assert reopened.get("ada", entry.id) == stored
         assert reopened.get("ada", failed.id).error == {"code": "internal_error", "message": "not finite"}
 
 
-@pytest.mark.parametrize("id", ["../../etc", "video_", "video_" + "A" * 32, "video_" + "0" * 32 + "\n", None])
-def test_an_owner_reaches_no_job_of_another_owner_and_no_path_by_an_id(queue, id):
+def test_an_owner_reaches_no_job_of_another_owner_and_no_path_by_an_id(queue):
     entry = submit(queue)
-    owner, id = ("ada", id) if id else ("bob", entry.id)
-    assert queue.get(owner, id) is None and not queue.cancel(owner, id)
-    assert queue.page("bob") == ([], False) and status(queue, entry) == "queued"
-    if owner == "ada":
+    assert queue.get("bob", entry.id) is None and not queue.cancel("bob", entry.id) and queue.page("bob") == ([], False)
+    for id in ("../../etc", "video_", "video_" + "A" * 32, "video_" + "0" * 32 + "\n"):
+        assert queue.get("ada", id) is None and not queue.cancel("ada", id)
         with pytest.raises(AssertionError):
             queue.folder_of(id)
+    assert status(queue, entry) == "queued"
 
 
 def test_pages_follow_each_other_in_both_orders(queue):
@@ -104,13 +101,11 @@ def test_pages_follow_each_other_in_both_orders(queue):
 
 EARLIER_SCHEMA = """
 CREATE TABLE jobs (
-    number INTEGER NOT NULL PRIMARY KEY AUTOINCREMENT, id VARCHAR(64) NOT NULL,
-    owner VARCHAR(64) NOT NULL, "key" VARCHAR(255), digest VARCHAR(64) NOT NULL,
-    status VARCHAR(16) NOT NULL, kind VARCHAR(255) NOT NULL, line JSON NOT NULL,
-    shown JSON NOT NULL, progress INTEGER NOT NULL, detail JSON, created_at FLOAT NOT NULL,
-    started_at FLOAT, completed_at FLOAT, error JSON, bytes INTEGER NOT NULL, worker VARCHAR(64),
-    lease_until FLOAT, attempt INTEGER NOT NULL, losses INTEGER NOT NULL,
-    UNIQUE (owner, "key"), UNIQUE (id)
+    number INTEGER NOT NULL PRIMARY KEY AUTOINCREMENT, id VARCHAR(64) NOT NULL, owner VARCHAR(64) NOT NULL,
+    "key" VARCHAR(255), digest VARCHAR(64) NOT NULL, status VARCHAR(16) NOT NULL, kind VARCHAR(255) NOT NULL,
+    line JSON NOT NULL, shown JSON NOT NULL, progress INTEGER NOT NULL, detail JSON, created_at FLOAT NOT NULL,
+    started_at FLOAT, completed_at FLOAT, error JSON, bytes INTEGER NOT NULL, worker VARCHAR(64), lease_until FLOAT,
+    attempt INTEGER NOT NULL, losses INTEGER NOT NULL, UNIQUE (owner, "key"), UNIQUE (id)
 );
 INSERT INTO jobs VALUES (
     1, 'video_{id}', 'ada', 'k', 'digest', 'in_progress', 'small', '{{"prompt": "waves"}}',
@@ -126,10 +121,9 @@ def test_a_database_of_an_earlier_version_is_opened_and_its_jobs_go_on(tmp_path)
         with open_queue(tmp_path) as queue:
             job = queue.of_key("ada", "k", "digest")
     assert (job.batch_key, job.params, job.public_fields) == ("small", {"prompt": "waves"}, {"size": "64x64"})
-    assert (job.detail, job.crash_count) == (None, 1)
     with open_queue(tmp_path) as queue:
         (entry,) = claim(queue)
-        assert (entry.id, entry.attempt, entry.crash_count) == (job.id, 4, 2)
+        assert (entry.id, entry.detail, entry.attempt, entry.crash_count) == (job.id, None, 4, 2)
         assert queue.complete(entry) and submit(queue).number == 2
 
 
@@ -146,35 +140,35 @@ def test_the_same_key_returns_the_same_job_and_another_request_is_refused(queue)
 
 
 def test_a_full_queue_refuses_jobs_and_retries_beyond_its_room(queue):
+    def refuses(words: str, submit_or_retry, *arguments, **room) -> None:
+        with pytest.raises(QueueFull, match=words):
+            submit_or_retry(queue, *arguments, room=Room(**room))
+
     failed = begin(queue)
-    assert not queue.retry(failed, Room(jobs_of_owner=1))  # it has not failed
+    assert not queue.retry(failed)  # it has not failed
     assert queue.fail(failed, "x", "y")
     submit(queue, room=Room(jobs_of_owner=1))
-    with pytest.raises(QueueFull, match="1 of your jobs wait"):
-        submit(queue, room=Room(jobs_of_owner=1))
-    with pytest.raises(QueueFull, match="1 of your jobs wait"):
-        queue.retry(failed, Room(jobs_of_owner=1))
+    refuses("1 of your jobs wait", submit, jobs_of_owner=1)
+    refuses("1 of your jobs wait", Queue.retry, failed, jobs_of_owner=1)
     assert status(queue, failed) == "failed"
     submit(queue, owner="bob", room=Room(2, 1))
-    with pytest.raises(QueueFull, match="2 jobs are waiting"):
-        submit(queue, owner="eve", room=Room(2))
+    refuses("2 jobs are waiting", submit, "eve", jobs=2)
     queue.report(claim(queue)[0], 1)
-    submit(queue, owner="eve", room=Room(2))  # a running job does not wait
-    with pytest.raises(QueueFull, match="its files have 0 of 9 bytes"):
-        submit(queue, bytes=10, room=Room(bytes=9))
+    submit(queue, owner="eve", room=Room(2), bytes=5)  # a running job does not wait
+    refuses("its files have 5 of 9 bytes", lambda queue, room: submit(queue, bytes=5, room=room), bytes=9)
     assert queue.retry(failed, Room(jobs_of_owner=2)) and not queue.retry(failed)
 
 
 def test_owners_alternate_and_a_loaded_batch_key_goes_on_until_another_has_waited_too_long(queue):
     assert queue.next_batch_key() is None
     for owner in ("ada",) * 6 + ("bob", "eve"):
-        submit(queue, owner=owner)
+        submit(queue, owner)
     assert [entry.owner for entry in claim(queue, count=4)] == ["ada", "bob", "eve", "ada"]
     for owner, batch_key in (("bob", "large"), ("eve", "other"), ("eve", "large")):
-        submit(queue, owner=owner, batch_key=batch_key)
+        submit(queue, owner, batch_key)
     assert queue.next_batch_key() == "large"  # bob was served before eve and ada
     assert [entry.owner for entry in claim(queue, batch_key="large", count=5)] == ["bob", "eve"]
-    submit(queue, owner="bob", batch_key="large")
+    submit(queue, "bob", "large")
     assert queue.next_batch_key(loaded="large", max_delay=30) == "large"
     queue.clock.now += 31
     assert queue.next_batch_key(loaded="large", max_delay=30) == "small"  # ada's
@@ -201,14 +195,13 @@ def test_a_job_that_crashes_its_workers_fails_but_not_by_ends_before_it_began_or
         claim(queue)
         queue.release_worker("w1", crashed=True)  # never begun
     for crashed in (True, False) * queue.max_crashes:
-        (entry,) = claim(queue)
-        queue.report(entry, 50, stage_ended=crashed)
+        queue.report(claim(queue)[0], 50, stage_ended=crashed)
         queue.release_worker("w1", crashed)
     assert queue.get("ada", job.id).crash_count == 1  # of the last crash, with a stage since
-    for count in range(2, queue.max_crashes + 1):
+    for count in range(1, queue.max_crashes):
         (entry,) = claim(queue)
         queue.report(entry, 60)
-        assert status(queue, job) == "in_progress" and entry.crash_count == count - 1
+        assert status(queue, job) == "in_progress" and entry.crash_count == count
         queue.release_worker("w1", crashed=True)  # its jobs are free at once
     stored = queue.get("ada", job.id)
     assert (stored.status, stored.error["code"]) == ("failed", "worker_lost")
@@ -217,18 +210,16 @@ def test_a_job_that_crashes_its_workers_fails_but_not_by_ends_before_it_began_or
 @pytest.mark.parametrize("seconds", [-1e9, 365 * 86400.0], ids=["to 1970", "a year on"])
 def test_leases_and_alternation_do_not_depend_on_a_clock_that_is_set(queue, seconds):
     for owner in ("ada", "ada", "ada", "bob"):
-        submit(queue, owner=owner)
+        submit(queue, owner)
     (entry,) = claim(queue, "w1")
     queue.report(entry, 1)
-    submit(queue, owner="eve", batch_key="large")
+    submit(queue, "eve", "large")
     queue.renew("w1", {})
     queue.clock.now += seconds
     queue.sweep(FAR, FAR)
     assert queue.owns(entry) and queue.workers()["w1"]["alive"] and queue.oldest_wait() >= 0
-    others = [claim(queue, "w2")[0] for _ in range(2)]
-    assert [entry.owner for entry in others] == ["bob", "ada"]
+    assert [claim(queue, "w2")[0].owner for _ in range(2)] == ["bob", "ada"]
     assert queue.next_batch_key(loaded="small", max_delay=30) == "large"
-    assert all(map(queue.complete, others))
     queue.monotonic.now += queue.lease + 1
     assert not queue.workers()["w1"]["alive"]
     assert entry.id in {lost.id for lost in claim(queue, "w2", count=9)} and not queue.owns(entry)
@@ -248,43 +239,39 @@ def test_a_restarted_machine_or_worker_of_the_data_folder_frees_all_earlier_jobs
     assert claim(queue, "w3")[0].crash_count == entry.crash_count + 1 == 2
 
 
-def test_partial_files_of_a_killed_worker_go_with_the_next_change_of_its_job(queue):
-    def claimed_by_another(entry: Entry) -> None:
+def lease_ends(queue: Queue, _: Entry) -> None:
+    queue.monotonic.now += queue.lease + 1
+    assert claim(queue, "w2") != []
+
+
+def crash_too_often(queue: Queue, _: Entry) -> None:
+    queue.max_crashes = 1
+    queue.release_worker("w1", crashed=True)
+
+
+@pytest.mark.parametrize("change", [Queue.complete, lambda q, e: q.fail(e, "x", "x"), lease_ends, crash_too_often])
+def test_partial_files_of_a_killed_worker_go_with_the_next_change_of_its_job(queue, change):
+    folder = queue.folder_of((entry := begin(queue)).id)
+    for name in (".video.mp4.1-0a.partial", ".a.1-3d.partial.mp4", "video.resume.safetensors"):
+        (folder / name).touch()
+    change(queue, entry)
+    assert {path.name for path in folder.iterdir()} == {"input.png", "video.resume.safetensors"}
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_waiting_job_goes_at_once_and_a_running_one_when_its_worker_releases_it_or_dies(queue, dies):
+    running, waiting = begin(queue), submit(queue, "bob")
+    assert queue.cancel("bob", waiting.id) and not queue.cancel("bob", waiting.id)
+    assert not queue.folder_of(waiting.id).exists()
+    assert queue.cancel("ada", running.id) and queue.folder_of(running.id).exists()
+    assert status(queue, running) is None and queue.page("ada") == ([], False)
+    assert not queue.owns(running) and not queue.complete(running)
+    if dies:
         queue.monotonic.now += queue.lease + 1
-        assert claim(queue, "w2") != []
-        queue.max_crashes = 1
-
-    for change in (
-        queue.complete,
-        lambda entry: queue.fail(entry, "internal_error", "x"),
-        claimed_by_another,
-        lambda entry: queue.release_worker("w1", crashed=True),  # too often
-    ):
-        entry = begin(queue)
-        folder = queue.folder_of(entry.id)
-        for name in (".video.mp4.1-0a.partial", ".a.1-3d.partial.mp4", "video.resume.safetensors"):
-            (folder / name).touch()
-        change(entry)
-        assert {path.name for path in folder.iterdir()} == {"input.png", "video.resume.safetensors"}
-
-
-def test_a_waiting_job_goes_at_once_and_a_running_one_when_its_worker_releases_it_or_dies(queue):
-    entry = submit(queue)
-    assert queue.cancel("ada", entry.id)
-    assert not queue.folder_of(entry.id).exists() and claim(queue) == []
-    assert not queue.cancel("ada", entry.id)
-    for dies in (False, True):
-        entry = begin(queue)
-        assert queue.cancel("ada", entry.id)
-        assert status(queue, entry) is None and queue.page("ada") == ([], False)
-        assert not queue.owns(entry) and not queue.complete(entry)
-        assert queue.folder_of(entry.id).exists()
-        if dies:
-            queue.monotonic.now += queue.lease + 1
-            queue.sweep(FAR, 10**21)  # more than an integer of SQLite holds
-        else:
-            queue.release_job(entry)
-        assert not queue.folder_of(entry.id).exists() and queue.counts()["cancelled"] == 0 and claim(queue) == []
+        queue.sweep(FAR, 10**21)  # more than an integer of SQLite holds
+    else:
+        queue.release_job(running)
+    assert not queue.folder_of(running.id).exists() and queue.counts()["cancelled"] == 0 and claim(queue) == []
 
 
 def test_jobs_expire_by_age_and_the_oldest_beyond_a_number_of_bytes(queue):
@@ -330,30 +317,26 @@ def work(folder, name: str) -> None:
 
 
 def test_workers_killed_at_any_moment_lose_no_job_and_end_none_twice(tmp_path):
-    def completed() -> int:
-        return sum(note.stat().st_size > 0 for note in tmp_path.glob("jobs/*/completed"))
+    def notes() -> list[str]:
+        return [note.read_text() for note in tmp_path.glob("jobs/*/completed") if note.stat().st_size]
 
     rng = random.Random(15)
     with open_queue(tmp_path) as queue:
-        ids = [submit(queue).id for _ in range(120)]
-    for kill in range(times(3, 8)):
-        until = completed() + rng.randint(1, 5)
-        child = forked(lambda name=f"w{kill}": work(tmp_path, name))
-        while completed() < until:  # by what is done and not by the clock: machines differ
-            time.sleep(0.001)
-        time.sleep(rng.uniform(0, 0.01))
-        os.kill(child, signal.SIGKILL)
-        assert exit_code(child) == -signal.SIGKILL
-        with open_queue(tmp_path) as queue:
+        for _ in range(120):
+            submit(queue)
+        for kill in range(times(3, 8)):
+            until = len(notes()) + rng.randint(1, 5)
+            child = forked(lambda name=f"w{kill}": work(tmp_path, name))
+            while len(notes()) < until:  # by what is done and not by the clock: machines differ
+                time.sleep(0.001)
+            time.sleep(rng.uniform(0, 0.01))
+            os.kill(child, signal.SIGKILL)
+            assert exit_code(child) == -signal.SIGKILL
             queue.release_worker(f"w{kill}", crashed=True)
-    assert exit_code(forked(lambda: work(tmp_path, "last"))) == 0
-    with open_queue(tmp_path) as queue:
-        counts = queue.counts()
-    assert counts == dict.fromkeys(counts, 0) | {"completed": 120}
+        assert exit_code(forked(lambda: work(tmp_path, "last"))) == 0
+        assert queue.counts() == dict.fromkeys(queue.counts(), 0) | {"completed": 120}
     # A worker may die between the transaction and its note, never note twice.
-    notes = [(tmp_path / "jobs" / id / "completed").read_text() for id in ids]
-    assert max(note.count("\n") for note in notes) == 1
-    assert len({note for note in notes if note}) > 1  # several workers had their share
+    assert max(note.count("\n") for note in notes()) == 1 < len({*notes()})  # several workers had their share
 
 
 def test_a_periodic_task_continues_after_an_error_and_ends_with_its_block(capsys):
@@ -365,8 +348,8 @@ def test_a_periodic_task_continues_after_an_error_and_ends_with_its_block(capsys
 
     with run_periodically(function, 0.01, "test"):
         wait_for(lambda: len(calls) >= 3)
-    assert "OSError: away for a moment" in capsys.readouterr().err
     ended = len(calls)
+    assert "OSError: away for a moment" in capsys.readouterr().err
     time.sleep(0.05)
     assert len(calls) == ended
 
@@ -375,16 +358,16 @@ def test_a_transaction_that_reads_first_waits_for_the_one_that_writes(queue):
     submit(queue)
     begun = threading.Event()
 
-    def add(wait: bool) -> None:
+    def add(seconds: float) -> None:
         with queue.database.writing() as connection:
             begun.set()
             count = connection.execute("SELECT count(*) FROM jobs").fetchone()[0]
-            time.sleep(0.2 if wait else 0)
+            time.sleep(seconds)
             connection.execute("UPDATE jobs SET crash_count = crash_count + :count", {"count": count})
 
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(add, True)
+        first = pool.submit(add, 0.2)
         assert begun.wait(10)
-        second = pool.submit(add, False)
+        second = pool.submit(add, 0)
         first.result(), second.result()
     assert queue.database.read("SELECT crash_count FROM jobs")[0][0] == 2

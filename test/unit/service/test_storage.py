@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 from helpers import exit_code, forked, wait_for
-
-pytest.importorskip("fastapi", reason="the extra is not installed: pip install -e .[serve]")
+from service_app import FORM, SIZE, VIDEOS, listening, opened
 
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import exclusive
@@ -24,7 +23,6 @@ from ltx_neuron.service import database, server
 from ltx_neuron.service.database import StorageError
 from ltx_neuron.service.queue import NewJob, Queue
 from ltx_neuron.service.settings import Limits
-from unit.service.client import FORM, SIZE, VIDEOS, get, listening, opened, post_form, post_json, send
 
 RESERVE = 8 * 2**20
 
@@ -38,10 +36,6 @@ def truncate_log(path: Path) -> None:
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
 
-def halve(path: Path) -> None:
-    os.truncate(path, os.path.getsize(path) // 2)
-
-
 def empty(path: Path) -> None:
     os.truncate(path, 0)
 
@@ -52,77 +46,60 @@ def write_at(path: Path, place: int = 0) -> None:
         file.write(os.urandom(4096))
 
 
-@contextmanager
-def locked(queue: Queue, monkeypatch):
-    monkeypatch.setattr(database, "_BUSY_SECONDS", 0.01)
-    with closing(sqlite3.connect(queue.database.path, isolation_level=None)) as other:
-        other.execute("BEGIN IMMEDIATE")
-        queue.database.close()  # connections that would wait longer
-        yield
+def overwrite(path: Path) -> None:
+    truncate_log(path)
+    write_at(path)
+
+
+DAMAGES = {"emptied": empty, "overwritten": overwrite, "log deleted": lambda path: os.unlink(f"{path}-wal")}
 
 
 @contextmanager
-def disk_fails(queue: Queue, monkeypatch):
-    """The system writes no file beyond the length that the log has."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    log = os.path.getsize(f"{queue.database.path}-wal")
-    resource.setrlimit(resource.RLIMIT_FSIZE, (log, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def damaged(change, checkpoint: bool = False):
-    @contextmanager
-    def damage(queue: Queue, monkeypatch):
-        if checkpoint:
-            truncate_log(queue.database.path)
-        change(queue.database.path)
-        queue.database._idle.clear()
+def failing(queue: Queue, kind: str):
+    """A database that others locked or damaged, or whose disk takes no file beyond the length that the log has."""
+    path, before = queue.database.path, resource.getrlimit(resource.RLIMIT_FSIZE)
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        if kind == "disk fails":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (os.path.getsize(f"{path}-wal"), before[1]))
+        elif kind == "locked":
+            other.execute("BEGIN IMMEDIATE")
+            queue.database.close()  # connections that would wait longer
+        else:
+            DAMAGES[kind](path)
+            queue.database._idle.clear()
         yield
-
-    return damage
-
-
-FAILED = 500, "storage_failed", False
-ANSWERS = {
-    "locked": (locked, 503, "storage_unavailable", True),
-    "disk fails": (disk_fails, *FAILED),
-    "emptied": (damaged(empty), *FAILED),
-    "overwritten": (damaged(write_at, checkpoint=True), *FAILED),
-    "deleted": (damaged(Path.unlink), *FAILED),
-    "log deleted": (damaged(lambda path: os.unlink(f"{path}-wal")), *FAILED),
-}
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.parametrize("kind", ANSWERS)
+@pytest.mark.parametrize("kind", ["locked", "disk fails", *DAMAGES])
 def test_each_failure_of_the_database_has_its_own_answer_and_one_line_of_the_log(service, kind, monkeypatch, capsys):
-    failure, status, code, retry = ANSWERS[kind]
+    monkeypatch.setattr(database, "_BUSY_SECONDS", 0.01)
     service.submitter.limits = Limits()
     for _ in range(20):  # several pages
-        assert post_json(service).status == 200
-    folders = set(service.queue.folder.iterdir())
-    with failure(service.queue, monkeypatch):
+        service.accepted()
+    folders, path = set(service.queue.folder.iterdir()), service.queue.database.path
+    refused, retry = (503, "storage_unavailable"), b"true"
+    if kind != "locked":
+        refused, retry = (500, "storage_failed"), b"false"
+    with failing(service.queue, kind):
         for _ in range(2):
-            answer = post_json(service)
-            assert (answer.status, answer.error["code"]) == (status, code)
-            assert answer.headers[b"x-should-retry"] == (b"true" if retry else b"false")
-            assert str(service.queue.database.path) not in answer.body.decode()
+            answer = service.post()
+            assert (answer.refused, answer.headers[b"x-should-retry"]) == (refused, retry)
+            assert str(path) not in answer.body.decode()
     printed = capsys.readouterr()
-    assert printed.out.count(f"{service.queue.database.path}: ") == 1 and "Traceback" not in printed.err
+    assert printed.out.count(f"{path}: ") == 1 and "Traceback" not in printed.err
     assert set(service.queue.folder.iterdir()) == folders  # nothing goes, nothing is left
 
 
 @pytest.mark.parametrize(("number", "status"), [(errno.ENOSPC, 507), (errno.EDQUOT, 507), (errno.EIO, 500)])
 @pytest.mark.parametrize("place", ["starlette.formparsers.SpooledTemporaryFile", "pathlib.Path.mkdir"])
-def test_an_upload_without_room_is_answered_with_507_and_no_traceback(
-    service, place, number, status, monkeypatch, caplog
-):
+def test_an_upload_without_room_is_answered_with_507(service, place, number, status, monkeypatch, caplog):
     def fails(*_, **__):
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(place, fails)
-    got = post_form(service, size=SIZE, input_reference=b"picture")
-    assert (got.status, got.error["code"]) == (status, "storage_full" if status == 507 else "internal_error")
+    got = service.post_form(size=SIZE, input_reference=b"picture")
+    assert got.refused == (status, "storage_full" if status == 507 else "internal_error")
     assert ("Traceback" in caplog.text) == (status == 500)  # only what is a fault is logged
 
 
@@ -155,22 +132,20 @@ def fill(folder: Path) -> None:
 
 def deletes_on_a_full_disk(folder: Path) -> None:
     """What an operator needs: with the service that runs, and with one that starts."""
+    reserve = folder / "queue.sqlite.reserve"
     with opened(folder) as service:
-        queue, reserve = service.queue, folder / "queue.sqlite.reserve"
-        ids = [json.loads(post_json(service).body)["id"] for _ in range(6)]
+        queue, ids = service.queue, [service.accepted() for _ in range(6)]
         queue.sweep(1e9, 10**18)
         assert reserve.stat().st_size == RESERVE
-        (running,) = queue.claim("w", queue.next_batch_key(), 1)
+        running = service.claimed()
         fill(folder)
-        answer = post_json(service)
-        assert (answer.status, answer.error["code"]) == (507, "storage_full")
-        assert answer.headers[b"x-should-retry"] == b"true"
+        answer = service.post()
+        assert (answer.refused, answer.headers[b"x-should-retry"]) == ((507, "storage_full"), b"true")
         with pytest.raises(StorageError):
-            queue.claim("w", queue.next_batch_key(), 1)
+            service.claimed()
         assert queue.report(running, 40) and queue.get("ada", running.id).progress == 0
         for id in ids[1:3]:
-            assert send(service, "DELETE", f"{VIDEOS}/{id}").status == 200
-            assert get(service, f"{VIDEOS}/{id}").status == 404
+            assert service.send("DELETE", f"{VIDEOS}/{id}").status == 200
             fill(folder)  # others take what it freed
         assert queue.complete(running) and queue.get("ada", running.id).progress == 100
         fill(folder)
@@ -202,34 +177,23 @@ def test_the_reserve_leaves_a_nearly_full_disk_alone(tmp_path):
     on_small_disk(tmp_path, check)
 
 
-def killed_service(folder: Path, keep_log: bool) -> str:
-    """The id of a finished job of a service that was killed. keep_log: its job is in the log of
-    SQLite alone."""
-    folder.mkdir(exist_ok=True)
+def killed_service(folder: Path, keep_log: bool) -> Path:
+    """The video of a service of 40 jobs that was killed. keep_log: they are in the log of SQLite alone."""
+    folder.mkdir()
+    video = folder / "jobs" / f"video_{'0' * 32}" / "video.mp4"
 
     def serve() -> None:
         queue = Queue(folder / "queue.sqlite", folder / "jobs")
-        id = queue.new_id()
-        queue.folder_of(id).mkdir()
-        (queue.folder_of(id) / "video.mp4").write_bytes(b"video")
+        video.parent.mkdir()
+        video.write_bytes(b"video")
         for number in range(40):
-            queue.submit(NewJob(id[:-2] + f"{number:02}", "ada", "d", "k", {"p": "x" * 999}, {}))
+            queue.submit(NewJob(f"video_{number:032}", "ada", "d", "k", {"p": "x" * 999}, {}))
         if not keep_log:
             truncate_log(folder / "queue.sqlite")
         os._exit(0)
 
     assert exit_code(forked(serve)) == 0
-    return next((folder / "jobs").iterdir()).name
-
-
-DAMAGES = {
-    "emptied": empty,
-    "cut": halve,
-    "cut within a page": lambda path: os.truncate(path, os.path.getsize(path) - 100),
-    "a header of garbage": write_at,
-    "a page of garbage": lambda path: write_at(path, 4096 * 3),
-    "deleted": Path.unlink,
-}
+    return video
 
 
 def content_of(folder: Path) -> dict[str, bytes]:
@@ -244,23 +208,29 @@ def refusal_of(folder: Path, path: Path | None = None) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("damage", DAMAGES.values(), ids=list(DAMAGES))
-def test_a_damaged_database_is_refused_and_the_printed_command_moves_it_away(tmp_path, damage):
+AT_START = {
+    "cut within a page": lambda path: os.truncate(path, os.path.getsize(path) - 100),
+    "a header of garbage": write_at,
+    "a page of garbage": lambda path: write_at(path, 4096 * 3),
+    "deleted": Path.unlink,
+}
+
+
+@pytest.mark.parametrize("kind", AT_START)
+def test_a_damaged_database_is_refused_and_the_printed_command_moves_it_away(tmp_path, kind):
     data = tmp_path / "my data"
-    id = killed_service(data, keep_log=False)
-    path = (data if damage is halve else tmp_path / "fast") / "queue.sqlite"  # of --database
+    video = killed_service(data, keep_log=False)
+    path = (data if kind == "deleted" else tmp_path / "fast") / "queue.sqlite"  # of --database
     path.parent.mkdir(exist_ok=True)
     for part in data.glob("queue.sqlite*"):
         part.rename(path.parent / part.name)
-    damage(path)
-    content = content_of(path.parent)
-    message = refusal_of(data, path)
+    AT_START[kind](path)
+    content, message = content_of(path.parent), refusal_of(data, path)
     assert content_of(path.parent) == content
     command = message.partition("begin a new queue: ")[2].split("\n")[0]
     subprocess.run(["sh", "-ec", command], check=True)
     moved = tmp_path / "my data.damaged"
-    assert (moved / "jobs" / id / "video.mp4").read_bytes() == b"video"
-    assert content_of(moved) == content
+    assert (moved / video.relative_to(data)).read_bytes() == b"video" and content_of(moved) == content
     with closing(Queue(path, data / "jobs")) as queue:
         assert sum(queue.counts().values()) == 0
 
@@ -272,10 +242,10 @@ def test_jobs_in_the_log_alone_outlive_a_lost_index_and_a_lost_log_is_refused(tm
     os.unlink(without_index / "queue.sqlite-shm")
     with queue_of(without_index) as queue:
         assert queue.counts()["queued"] == 40
-    size = os.path.getsize(emptied / "queue.sqlite-wal")
+    log = (emptied / "queue.sqlite-wal").read_bytes()
     empty(emptied / "queue.sqlite")
     refusal_of(emptied)
-    assert os.path.getsize(emptied / "queue.sqlite-wal") == size > 0
+    assert (emptied / "queue.sqlite-wal").read_bytes() == log != b""
     os.unlink(without_log / "queue.sqlite-wal")
     assert "it is empty" in refusal_of(without_log)  # and its jobs' folders are no orphans
 
@@ -310,7 +280,7 @@ def test_a_client_that_goes_away_leaves_no_job_and_no_traceback(service, kind, b
             client.sendall(b"\r\n".join([*lines, b"", body]))
             if body == BODY:
                 wait_for(lambda: service.queue.counts()["queued"] == 1)
-        wait_for(lambda: b'status="499"' in get(service, "/metrics").body)
+        wait_for(lambda: b'status="499"' in service.get("/metrics").body)
         assert sum(service.queue.counts().values()) == 0 and not any(service.queue.folder.iterdir())
-    printed = capfd.readouterr()
-    assert "Traceback" not in printed.out + printed.err and "ERROR" not in printed.out + printed.err
+    printed = "".join(capfd.readouterr())
+    assert "Traceback" not in printed and "ERROR" not in printed

@@ -15,18 +15,18 @@ def test_a_token_is_told_once_and_kept_as_a_hash(tmp_path):
     for wrong in (None, "", ada, f"Basic {ada}", f"Bearer {ada[:-1]}", "Bearer ", "Bearer \udcff"):
         assert tokens.owner_of(wrong) is None
     again = new_token(path, "ada")
-    assert Tokens.load(path).owner_of(f"Bearer {ada}") is None
-    assert Tokens.load(path).owner_of(f"Bearer {again}") == "ada"
+    assert [Tokens.load(path).owner_of(f"Bearer {token}") for token in (ada, again)] == [None, "ada"]
 
 
 def test_without_tokens_there_is_one_owner_and_a_broken_file_is_refused(tmp_path):
     assert Tokens.load(None).owner_of(None) == LOCAL
+    path = tmp_path / "tokens.json"
     for content in ("{}", '{"tokens": {}}', '{"tokens": {"ada": "secret"}}', '{"tokens": []}'):
-        (tmp_path / "tokens.json").write_text(content)
+        path.write_text(content)
         with pytest.raises(UserError, match="--new-token NAME"):
-            Tokens.load(tmp_path / "tokens.json")
+            Tokens.load(path)
     with pytest.raises(UserError, match="wanted 1 to 64 characters"):
-        new_token(tmp_path / "tokens.json", "../ada")
+        new_token(path, "../ada")
 
 
 def test_an_owner_may_ask_so_often_and_no_more(monkeypatch):
