@@ -6,18 +6,16 @@ from pathlib import Path
 
 from conftest import ROOT
 from device.bench import Bench
-from device.report import Budget
 
 from ltx_neuron.config.profiles import resolve
-from ltx_neuron.doctor.system import System
 
 
-def rehearsal(folder: Path, minutes: float | None = None, system: System | None = None) -> Bench:
+def rehearsal(folder: Path, minutes: float | None = None) -> Bench:
     """What sections run on, in a folder of its own."""
-    none = dict.fromkeys(("tp_degree", "video_path", "profile", "checkpoint_path", "gemma_root", "artifacts_dir"))
-    size = {"height": 64, "width": 64, "num_frames": 9, "frame_rate": 24.0, "two_stage": False}
-    args = Namespace(work_dir=folder, dtype="bfloat16", profile_set=[], **size, **none)
-    return Bench(args, resolve("cpu"), system or System(), Budget(minutes))
+    args = Namespace(work_dir=folder, minutes=minutes, dtype="bfloat16", tp_degree=None, profile=None, profile_set=[])
+    args = Namespace(**vars(args), height=64, width=64, num_frames=9, frame_rate=24.0, two_stage=False, video_path=None)
+    args.checkpoint_path = args.gemma_root = args.artifacts_dir = None
+    return Bench(args, resolve("cpu"))
 
 
 def command(folder: Path) -> list:
