@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import rewrite
-from printed import runs
 from tiny.config import merge
 from tiny.weights import save
 from typed import run
@@ -278,7 +277,6 @@ def test_artifacts_that_do_not_fit_are_refused(finished, capfd, script, flags, w
     check_refused(finished, capfd, script, flags, words)
 
 
-@runs("weights/rankfiles.py:check_whole: rm")
 def test_the_command_for_damaged_weights_works_when_pasted(finished, tmp_path, capsys):
     shutil.copytree(finished.bad / "missing-rank", tmp_path / "its artifacts")
     words = finished.words(SHARD_DIT, f"--artifacts-dir '{tmp_path}/its artifacts' --verify")

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, SCRIPT_SECONDS, succeeded
 from packaging.metadata import Metadata
-from printed import runs
 
 import ltx_neuron
 from ltx_neuron.demo import ASSETS
@@ -89,11 +88,6 @@ def installed(wheel, tmp_path_factory) -> Path:
     return environment / "bin/ltx-neuron"
 
 
-@runs(
-    "commands/demo.py:main: ltx-neuron demo",
-    "commands/demo.py:main: ltx-neuron generate",
-    "commands/demo.py:main: ltx-neuron prepare",
-)
 def test_a_wheel_makes_a_clip_of_the_demo_in_an_empty_folder_and_names_its_own_program(installed, tmp_path):
     printed = succeeded(run([installed, "demo", ASSETS.checkpoint.parent], tmp_path)).stdout.splitlines()
     for line in printed[-2:]:

@@ -11,7 +11,6 @@ import pytest
 from conftest import QUICK
 from helpers import picture_frames, wait_for, write_film
 from jobs import make_job
-from printed import runs
 from runs import SIZE, TP
 
 from ltx_neuron.artifacts.workspace import Workspace
@@ -65,11 +64,6 @@ def test_a_killed_preparation_goes_on_and_the_next_one_does_nothing(scripts, tin
     assert os.listdir(tmp_path / "calibration")
 
 
-@runs(
-    "artifacts/workspace.py:dit_graphs: ltx-neuron compile transformer",
-    "artifacts/workspace.py:text_graphs: ltx-neuron compile gemma3",
-    "artifacts/workspace.py:_tile_graphs: ltx-neuron compile vae",
-)
 def test_what_doctor_says_to_type_makes_all_that_it_lacks(scripts, tiny, tmp_path, capsys):
     """For a job with two weight sets, whose videos are decoded on the ranks."""
     flags = dict(recipe="dev", neuron_vae=True, distilled_lora=((tiny.lora, 1),), **SIZE)
@@ -89,11 +83,6 @@ def test_what_doctor_says_to_type_makes_all_that_it_lacks(scripts, tiny, tmp_pat
     assert {"shard transformer", "compile transformer", "compile gemma3", "compile vae"} <= kinds
 
 
-@runs(
-    "artifacts/workspace.py:weight_set: ltx-neuron shard",
-    "artifacts/workspace.py:sound_graphs: ltx-neuron compile vae",
-    "artifacts/workspace.py:sound_graphs: ltx-neuron compile vae",
-)
 def test_what_the_python_api_says_to_type_makes_what_is_missing(tiny, tmp_path):
     """Weights with a LoRA, and graphs that encode a retake's video and decode its sound."""
     settings = QUICK[0], "sound_on_ranks=true", "resident=true"

@@ -16,7 +16,6 @@ import pytest
 import torch
 from conftest import QUICK
 from helpers import locked, said_to_an_ordinary_user
-from printed import runs
 from torch import Tensor, nn
 
 from ltx_neuron import invocation
@@ -156,7 +155,6 @@ def refusal_of(words: list) -> str:
     return ""
 
 
-@runs("artifacts/__init__.py:find: rm", "commands/prepare.py:main: ltx-neuron prepare")
 @pytest.mark.parametrize("kind", ["weights", "graphs"])
 def test_a_flipped_bit_of_a_manifest_is_blamed_on_it_and_its_remedy_mends_it(prepared, kind):
     """And on no other file: rank files of 40 GB need not be made again for a graph's manifest."""
@@ -181,13 +179,6 @@ def test_a_flipped_bit_of_a_manifest_is_blamed_on_it_and_its_remedy_mends_it(pre
     assert refusal_of([*prepared, "--dry-run"]) == ""
 
 
-@runs(
-    "artifacts/transfer.py:_damaged: ltx-neuron artifacts",
-    "artifacts/transfer.py:_push: rm",
-    "artifacts/transfer.py:pull: ltx-neuron artifacts",
-    "artifacts/transfer.py:push: --artifacts-dir",
-    "artifacts/transfer.py:push: ltx-neuron prepare",
-)
 def test_a_store_is_filled_and_repaired_by_the_commands_that_are_printed(prepared, tmp_path, monkeypatch):
     """In the folder of the default artifacts: the commands leave --artifacts-dir out."""
     made, store, here = Path(prepared[6]), str(tmp_path / "store"), tmp_path / "machine"

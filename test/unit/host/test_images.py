@@ -11,7 +11,6 @@ import torch
 from helpers import picture_frames
 from jobs import make_job
 from PIL import Image, ImageCms
-from printed import runs
 
 from ltx_neuron.errors import UserError
 from ltx_neuron.host.encode_inputs import check, notes
@@ -127,7 +126,6 @@ def test_a_file_of_another_format_is_refused_by_the_formats_name(tmp_path):
             decode_image(tmp_path / "a", "shown")
 
 
-@runs("host/images.py:unreadable: python -c")
 def test_an_animated_webp_is_taken_as_a_video_after_the_printed_command(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", os.path.dirname(sys.executable), prepend=os.pathsep)

@@ -11,7 +11,6 @@ import torch
 from clips import FLASH, MIRROR, RATE, encoded, first_loud, noise_with_click, run_printed, seen, turned, write_clip
 from helpers import one_thread, picture_frames, tone, write_sound  # noqa: F401
 from jobs import make_job
-from printed import runs
 
 from ltx_neuron.errors import UserError
 from ltx_neuron.host import encode_inputs
@@ -275,7 +274,6 @@ PROVOKING = [
 ]
 
 
-@runs("host/media.py:ffmpeg: ffmpeg")
 @pytest.mark.parametrize("name, make, take, message", PROVOKING, ids=[row[0] for row in PROVOKING])
 def test_what_a_printed_command_makes_is_taken_with_flash_and_click_together(
     tmp_path, monkeypatch, name, make, take, message

@@ -6,7 +6,6 @@ import pytest
 import torch
 from helpers import one_thread, randn  # noqa: F401
 from jobs import make_job, replace
-from printed import runs
 
 from ltx_neuron.denoise import starting_states
 from ltx_neuron.errors import UserError
@@ -71,7 +70,6 @@ def test_the_tokens_of_a_reference_that_touch_the_carry_are_not_seen(carry, scal
     assert video.dropped_latents == dropped and video.seen_shape(size) == (frames - dropped, *sides)
 
 
-@runs("sampling/inputs.py:_check_windows: --num-frames")
 def test_a_reference_is_read_from_the_first_frame_of_the_window():
     long, short = (ReferenceVideo("depth.mp4", 1.0, frames) for frames in (73, 65))
     windows = job(references=(long,), stage_1_loras=LORAS).windows
