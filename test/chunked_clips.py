@@ -11,7 +11,6 @@ from golden.upstream import Pipeline
 from jobs import make_job
 
 from ltx_neuron.artifacts import build
-from ltx_neuron.engine.run import Engine
 from ltx_neuron.job import Job, Size
 
 WINDOW, CARRY, BLEND, RATE = 25, 17, 5, 24.0
@@ -24,21 +23,22 @@ def clip(frames: int = 33, prompt: str = "waves", **fields) -> Job:
 
 @pytest.fixture(scope="session")
 def engine_of(tiny, artifacts):
+    """engine_of(job): the engine, with the graphs of a job and contexts for its prompts."""
     workspace = opened_workspace(tiny, artifacts, 1)
+    build.make(workspace, workspace.weight_sets("dit", {()}))
     with opened_engine(workspace, tiny) as engine:
 
-        def prepared(job: Job) -> Engine:
-            build.make(workspace, workspace.weight_sets("dit", {()}))
+        def prepared(job: Job):
             build.make(workspace, workspace.dit_graphs(job.buckets_to_compile))
+            give_contexts(engine, job, lambda prompt: drawn_contexts(workspace.transformer, prompt))
             return engine
 
         yield prepared
 
 
-def made(engine_of, job: Job, **options):
+def made(engine_of, job: Job, on_stage_end=None, **options):
     engine = engine_of(job)
-    engine.on_stage_end = options.pop("on_stage_end", None)
-    give_contexts(engine, job, lambda prompt: drawn_contexts(engine.workspace.transformer, prompt))
+    engine.on_stage_end = on_stage_end
     (result,) = engine.run([job], keep=True, **options)
     return result
 
@@ -50,10 +50,8 @@ class Held(NamedTuple):
 
     def apply_to(self, latent_state, latent_tools):
         tokens = latent_tools.patchifier.patchify(self.latent)
-        count = tokens.shape[1]
-        clean = torch.cat([tokens, latent_state.clean_latent[:, count:]], 1)
-        mask = latent_state.denoise_mask.clone()
-        mask[:, :count] = 0
+        clean, mask = latent_state.clean_latent.clone(), latent_state.denoise_mask.clone()
+        clean[:, : tokens.shape[1]], mask[:, : tokens.shape[1]] = tokens, 0
         return dataclasses.replace(latent_state, clean_latent=clean, denoise_mask=mask)
 
 
@@ -62,9 +60,8 @@ class InWindows(Pipeline):
 
     def run(self):
         tensors, self.ends = {}, {}
-        for number, prompt in enumerate(self.job.texts_of_windows * (2 // len(self.job.texts_of_windows))):
-            self.job = self.job.replaced(prompt=prompt)
-            self.num_frames = WINDOW
+        for number, prompt in enumerate(self.job.texts_of_windows):
+            self.job, self.num_frames = self.job.replaced(prompt=prompt), WINDOW
             tensors |= {f"w{number}_{name}": x for name, x in super().run().items()}
         return tensors
 

@@ -21,15 +21,13 @@ runs, text_to_video = golden_runs.runs, golden_runs.text_to_video  # fixtures
 # Records that one test alone reads.
 OF_ONE_TEST = {"diffusion_decoder": "1.2.0", "duration_head": "1.2.0", "ltx25_stage_1": "1.2.0"}
 OF_ONE_TEST |= {"diffusion_keyframes": FOLLOWED}
+DIVIDED = dict(tp=2, blocks=2, settings=("sequence_parallel=true",))
 
 
 def test_records_are_of_the_release_that_the_project_follows_or_of_the_one_in_their_name():
     """After a change of FOLLOWED: python -m golden."""
     named = {name: name.partition("_of_")[2].replace("_", ".") or FOLLOWED for name in JOBS}
-    releases = {}
-    for path in FOLDER.iterdir():
-        with safe_open(path, "pt") as file:
-            releases[path.stem] = file.metadata()["release"]
+    releases = {path.stem: safe_open(path, "pt").metadata()["release"] for path in FOLDER.iterdir()}
     assert releases == named | OF_ONE_TEST
 
 
@@ -57,15 +55,11 @@ def test_an_image_held_in_part_equals_ltx_pipelines_of_each_release(runs):
 
 def test_a_single_frame_equals_ltx_pipelines_and_is_a_file_of_one_picture_with_sound(runs, tmp_path):
     job, engine = runs.job("single_frame"), runs.engine(blocks=None)
-    build.make(engine.workspace, engine.workspace.weight_sets("dit"))
-    build.make(engine.workspace, engine.workspace.dit_graphs(job.buckets))
+    runs.prepare(engine, job)
     (result,) = engine.run([job])
     assert_is_recorded("single_frame", result.tensors)
     result.clip().write(tmp_path / "one.mp4")
     assert_has_the_size_of_the_job(tmp_path / "one.mp4", job)
-
-
-DIVIDED = dict(tp=2, blocks=2, settings=("sequence_parallel=true",))
 
 
 @pytest.mark.parametrize(
@@ -79,7 +73,7 @@ DIVIDED = dict(tp=2, blocks=2, settings=("sequence_parallel=true",))
 )
 def test_a_recipe_equals_ltx_pipelines(runs, name, ranks):
     """Of a guided stage every pass of the first step, too."""
-    assert_is_recorded(name, runs.run(runs.engine("four", **ranks), runs.job(name), passes=JOBS[name].passes))
+    assert_is_recorded(name, runs.generate(name, **ranks))
     if ranks:
         runs.engine("four", **ranks).close()
 
@@ -104,16 +98,12 @@ def test_a_job_equals_ltx_pipelines(runs, name):
 # --- what a record does not show ------------------------------------------------------------------
 
 
-def source_frames(got: dict, stream: str) -> list[int]:
-    """Which latent frames are the file's, bit for bit."""
-    latent, source = got[f"s1_{stream}"], got[f"{stream}_latent"]
-    return [i for i in range(latent.shape[2]) if torch.equal(latent[:, :, i], source[:, :, i])]
-
-
 def test_a_retake_keeps_what_is_outside_its_seconds_and_makes_a_sound_where_there_is_none(runs):
     got = runs.generate("retake")
-    assert source_frames(got, "video") == [0, 2]
-    assert source_frames(got, "audio") == [*range(3), *range(6, 21)]  # 40 ms each, from -30 ms on
+    kept = {"video": [0, 2], "audio": [*range(3), *range(6, 21)]}  # sound is 40 ms each, from -30 ms on
+    for stream, frames in kept.items():
+        same = (got[f"s1_{stream}"] == got[f"{stream}_latent"]).movedim(2, 0).flatten(1).all(1)
+        assert same.nonzero().flatten().tolist() == frames
     # Zeros are kept behind a sound that ends early.
     assert (runs.generate("retake_short_sound")["audio_latent"][:, :, -1] == 0).all()
     assert "audio_latent" not in runs.generate("retake_without_sound")
@@ -137,7 +127,7 @@ def test_a_scaled_reference_has_fewer_tokens_and_a_tile_over_the_canvas_changes_
 
 def test_what_a_tail_leaves_is_the_beginning_of_the_longer_video(runs):
     """Of masked references behind a guide in the last kept frame, in two stages."""
-    assert_tail_is_cut(runs.engine(), runs.job("ic_lora"))
+    assert_tail_is_cut(runs, runs.engine(), runs.job("ic_lora"))
 
 
 def test_guidance_of_other_terms_runs_on_the_same_graphs_and_its_defaults_are_the_model_versions(runs):
@@ -150,10 +140,9 @@ def test_guidance_of_other_terms_runs_on_the_same_graphs_and_its_defaults_are_th
 
 def test_two_guidance_groups_make_the_bits_of_one_and_go_on_as_one(runs, capfd):
     """Of each pass, too, whose predictions the groups send each other."""
-    job, two = runs.job("guided"), runs.engine("four", settings=("guidance_parallel=2",))
-    alone = runs.run(runs.engine("four"), job, passes=True)
+    alone, two = runs.generate("guided"), runs.engine("four", settings=("guidance_parallel=2",))
     for dies in (True, False):
-        got = runs.run(two, job, passes=True)
+        got = runs.run(two, runs.job("guided"), passes=True)
         assert {name for name in alone if not torch.equal(got[name], alone[name])} == set()
         if dies:
             two.residency.ranks.groups[2]._processes[0].kill()

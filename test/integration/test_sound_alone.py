@@ -5,12 +5,13 @@ import wave
 import pytest
 import torch
 from engines import drawn, give_contexts, opened_engine, opened_workspace
-from helpers import generator, one_thread  # noqa: F401
+from helpers import one_thread  # noqa: F401
 from jobs import make_job, replace
 
 from ltx_neuron.artifacts import build
 from ltx_neuron.engine.outputs import run_identity
 from ltx_neuron.engine.resume import restore_state, save_state
+from ltx_neuron.errors import UserError
 from ltx_neuron.job import Size
 from ltx_neuron.pipeline import LTXPipeline
 from ltx_neuron.report.recorder import Recorder
@@ -27,19 +28,18 @@ def engine_of(tiny, artifacts):
     """engine_of(): the engine, as if it were a new one."""
     workspace = opened_workspace(tiny, artifacts, 1)  # a block per graph is compiled sooner
     build.make(workspace, workspace.weight_sets("dit"))
-    engine = opened_engine(workspace, tiny)
-    for job in (VIDEO, ALONE):
-        build.make(workspace, workspace.dit_graphs(job.buckets))
-        give_contexts(engine, job, lambda prompt: drawn(workspace, len(prompt)))
+    with opened_engine(workspace, tiny) as engine:
+        for job in (VIDEO, ALONE):
+            build.make(workspace, workspace.dit_graphs(job.buckets))
+            give_contexts(engine, job, lambda prompt: drawn(workspace, len(prompt)))
 
-    def anew():
-        engine.close()
-        engine.recorder = engine.residency.recorder = Recorder()
-        engine.on_stage_end = None
-        return engine
+        def anew():
+            engine.close()
+            engine.recorder = engine.residency.recorder = Recorder()
+            engine.on_stage_end = None
+            return engine
 
-    yield anew
-    engine.close()
+        yield anew
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +54,9 @@ def test_a_line_of_it_beside_a_video_is_its_single_run_bit_for_bit(engine_of, al
     for jobs in ([ALONE], [VIDEO, ALONE], [ALONE, VIDEO]):  # a part of the weights, then all
         for result in batch.run(jobs, keep=True, decode=False):
             single = alone if result.job.sound_only else video
-            got, wanted = ({n: t for n, t in one.tensors.items() if n[:3] == "s1_"} for one in (result, single))
-            assert got.keys() == wanted.keys() and all(torch.equal(got[name], wanted[name]) for name in got)
+            names = {name for name in single.tensors if name.startswith("s1_")}
+            assert names == {name for name in result.tensors if name.startswith("s1_")}
+            assert all(torch.equal(result.tensors[name], single.tensors[name]) for name in names)
     assert "s1_video" not in alone.tensors and "frames" not in alone.tensors
 
 
@@ -64,10 +65,10 @@ def test_a_resumed_run_decodes_the_same_wav(engine_of, alone, tmp_path):
     identity = run_identity(ALONE, engine.workspace, engine.options)
     engine.on_stage_end = lambda run: save_state(state, run, identity)
     first, second = tmp_path / "first.wav", tmp_path / "second.wav"
-    [*engine.run([ALONE], write=lambda clip: clip.write(first))]
+    list(engine.run([ALONE], write=lambda clip: clip.write(first)))
     run = restore_state(state, ALONE, identity, torch.float32)
     assert run.left == "the decoding is left"
-    [*engine_of().run([ALONE], resume=lambda job: run, write=lambda clip: clip.write(second))]
+    list(engine_of().run([ALONE], resume=lambda job: run, write=lambda clip: clip.write(second)))
     assert first.read_bytes() == second.read_bytes()
     with wave.open(str(first)) as file:
         assert file.getnframes() == alone.waveform.shape[1]
@@ -84,5 +85,5 @@ def test_the_python_api_gives_its_waveform_and_writes_it(engine_of, alone, tmp_p
     assert torch.equal(output.audio[0], alone.waveform)
     assert torch.equal(latent.audio_latent, alone.tensors["s1_audio"])
     assert pipe("rain", output_type="wav", output_path=tmp_path / "out.wav", **call).path.is_file()
-    with pytest.raises(Exception, match="output_type: unknown 'mp4'; known: pil, np, pt, latent, wav"):
+    with pytest.raises(UserError, match="output_type: unknown 'mp4'; known: pil, np, pt, latent, wav"):
         pipe("rain", output_type="mp4", output_path=tmp_path / "out.mp4", **call)

@@ -13,7 +13,7 @@ import pytest
 import warm_python
 from conftest import ROOT, SCRIPT_SECONDS
 from helpers import allowed, ended, picture_frames, shared_memories, started, tone, unhurried, wait_for, write_film
-from runs import STAGE_2, TP, undisturbed
+from runs import GENERATE, TP, undisturbed
 from safetensors.torch import load_file
 
 from ltx_neuron.commands import dispatch
@@ -28,18 +28,13 @@ def run(scripts, tiny, shared):
 
 
 @pytest.mark.parametrize(
-    ("disturb", "code", "message"),
-    [
-        (lambda host, ranks: os.kill(host, signal.SIGINT), 130, "interrupted"),
-        (lambda host, ranks: os.kill(host, signal.SIGTERM), 143, "terminated"),
-    ],
-    ids=["Ctrl-C", "SIGTERM"],
+    ("kind", "code", "message"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
 )
-def test_a_run_that_is_ended_in_stage_2_ends_soon_and_keeps_stage_1(run, tmp_path, disturb, code, message):
+def test_a_run_that_is_ended_in_stage_2_ends_soon_and_keeps_stage_1(run, tmp_path, kind, code, message):
     before = shared_memories()
-    process, ranks = started(unhurried(run.command(tmp_path), "stage 2"), STAGE_2)
+    process, ranks = started(unhurried(run.command(tmp_path), "stage 2"), r"stage 2:\s+33%")
     assert len(ranks) == TP
-    disturb(process.pid, ranks)
+    process.send_signal(kind)
     printed = process.communicate(timeout=allowed(SOON))[1]
     assert "Traceback" not in printed and "the same command with --resume" in printed
     assert message in printed and process.returncode == code and ended(ranks)
@@ -107,25 +102,23 @@ def test_a_dub_killed_at_each_file_leaves_nothing_behind_and_is_resumed_to_the_s
 
     def run(folder, *hook, **more) -> int:
         files = {"output_path": folder / "a.mp4", "save_tensors": folder / "a.safetensors"}
-        command = setup.command("src/generate_ltx23.py", **flags, **files, **more)
+        command = setup.command(GENERATE, **flags, **files, **more)
         command = [str(tmp_path / "killed.py"), str(folder), *hook, *command] if hook else command
         folder.mkdir(exist_ok=True)
-        with open(tmp_path / "printed", "w") as file:
-            process = warm_python.begun(command, ROOT, file, file)
-            process.join(SCRIPT_SECONDS)
-        return process.exitcode
+        done = warm_python.run(command, ROOT, SCRIPT_SECONDS)
+        printed.append(done.stdout + done.stderr)
+        return done.returncode
 
     def written(folder) -> dict:
         tensors = load_file(folder / "a.safetensors")
         kept = [name for name in tensors if re.match(r"s\d_(?!reference)|frames|waveform", name)]
         return {name: tensors[name].numpy().tobytes() for name in kept} | {"mp4": (folder / "a.mp4").read_bytes()}
 
-    assert run(tmp_path / "undisturbed") == 0, (tmp_path / "printed").read_text()
-    folder, before, killed = tmp_path / "out", shared_memories(), []
+    folder, before, killed, printed = tmp_path / "out", shared_memories(), [], []
+    assert run(tmp_path / "undisturbed") == 0, printed
     # Each run keeps the states of stages that the runs before it named, and does not write them again.
     for skip, when in (1, "before"), (1, "before"), (1, "before"), (2, "before"), (2, "after"):
-        code = run(folder, str(skip), when, resume=True)
-        assert code == -signal.SIGKILL, (killed, (tmp_path / "printed").read_text())
+        assert run(folder, str(skip), when, resume=True) == -signal.SIGKILL, (killed, printed[-1])
         killed.append((tmp_path / "out.killed").read_text().removeprefix("a."))
     assert killed == [*FILES, FILES[-1]]
     assert run(folder, resume=True) == 0
