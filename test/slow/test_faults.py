@@ -2,7 +2,6 @@
 job that is killed (-9) where each of its files gets its name."""
 
 import json
-import os
 import re
 import shlex
 import shutil
