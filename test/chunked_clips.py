@@ -1,16 +1,13 @@
-"""A tiny clip of two windows, the engine that makes it, and ltx-core's own loop over the windows."""
+"""A tiny clip of two windows, and ltx-core's own loop over the windows."""
 
 import dataclasses
 from typing import NamedTuple
 
-import pytest
 import torch
-from engines import drawn_contexts, give_contexts, opened_engine, opened_workspace
 from golden.patches import numerics
 from golden.upstream import Pipeline
 from jobs import make_job
 
-from ltx_neuron.artifacts import build
 from ltx_neuron.job import Job, Size
 
 WINDOW, CARRY, BLEND, RATE = 25, 17, 5, 24.0
@@ -19,28 +16,6 @@ WINDOW, CARRY, BLEND, RATE = 25, 17, 5, 24.0
 def clip(frames: int = 33, prompt: str = "waves", **fields) -> Job:
     windows = {"chunk_pixel_frames": WINDOW, "chunk_carry_frames": CARRY, "chunk_blend_frames": BLEND}
     return make_job(prompt, Size(64, 64, frames, RATE, two_stage=True), 7, **windows | fields)
-
-
-@pytest.fixture(scope="session")
-def engine_of(tiny, artifacts):
-    """engine_of(job): the engine, with the graphs of a job and contexts for its prompts."""
-    workspace = opened_workspace(tiny, artifacts, 1)
-    build.make(workspace, workspace.weight_sets("dit", {()}))
-    with opened_engine(workspace, tiny) as engine:
-
-        def prepared(job: Job):
-            build.make(workspace, workspace.dit_graphs(job.buckets_to_compile))
-            give_contexts(engine, job, lambda prompt: drawn_contexts(workspace.transformer, prompt))
-            return engine
-
-        yield prepared
-
-
-def made(engine_of, job: Job, on_stage_end=None, **options):
-    engine = engine_of(job)
-    engine.on_stage_end = on_stage_end
-    (result,) = engine.run([job], keep=True, **options)
-    return result
 
 
 class Held(NamedTuple):

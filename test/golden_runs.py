@@ -13,6 +13,7 @@ from jobs import replace
 from records import Record
 
 from ltx_neuron.artifacts import build
+from ltx_neuron.engine.decode import Result
 from ltx_neuron.engine.run import Engine
 from ltx_neuron.job import Job
 
@@ -41,19 +42,21 @@ class Runs:
         engine = self.engine(golden.model, **how)
         return self.run(engine, self.job(name), golden.encoded, golden.decoded, golden.passes)
 
-    @staticmethod
-    def prepare(engine: Engine, job: Job) -> None:
-        """The weights and graphs of a job, where they are missing."""
+    def made(self, job: Job, engine: Engine | None = None, encoded=False, on_stage_end=None, **options) -> Result:
+        """What an engine makes of a job, with weights, graphs and contexts that are made where they are missing."""
+        engine = engine or self.engine()
         workspace = engine.workspace
         build.make(workspace, workspace.weight_sets("dit", {stage.loras for stage in job.stages}))
         build.make(workspace, workspace.dit_graphs(job.buckets))
+        if not encoded:
+            draw_contexts(engine, job)
+        engine.on_stage_end = on_stage_end
+        (result,) = engine.run([job], keep=True, **options)
+        return result
 
     def run(self, engine: Engine, job: Job, encoded=False, decode=False, passes=False) -> dict[str, torch.Tensor]:
         """The tensors of a job. passes: with "step0.<pass>.<stream>" of the first step."""
         engine, first = sharing(engine, compat=job.compat) if job.compat else engine, {}
-        self.prepare(engine, job)
-        if not encoded:
-            draw_contexts(engine, job)
 
         def read(stage, step):
             if passes and stage.guided and step == 0:
@@ -62,10 +65,10 @@ class Runs:
                     for s in STREAMS:
                         first[f"step0.{kind}.{s}"] = engine.residency.ranks.get(name, f"{kind}_{s}")
 
-        engine.on_step_end, engine.on_stage_end = read, None
-        (result,) = engine.run([job], keep=True, decode=decode)
+        engine.on_step_end = read
+        tensors = self.made(job, engine, encoded, decode=decode).tensors
         engine.on_step_end = None
-        return result.tensors | first
+        return tensors | first
 
     def close(self) -> None:
         for engine in self.engines.values():
@@ -116,8 +119,7 @@ def assert_is_recorded(name: str, got: dict[str, torch.Tensor]) -> None:
 
 def assert_tail_is_cut(runs: Runs, engine: Engine, job: Job) -> None:
     """The last 8 frames of a job as a tail: the others, their sound and all latents stay, bit for bit."""
-    shorter_job = replace(job, tail_frames=8)
-    whole, shorter = (runs.run(engine, each, decode=True) for each in (job, shorter_job))
+    whole, shorter = (runs.run(engine, each, decode=True) for each in (job, replace(job, tail_frames=8)))
     assert {*whole} == {*shorter}
     for name in {*whole} - {"frames", "waveform"}:
         assert torch.equal(shorter[name], whole[name]), name

@@ -6,10 +6,8 @@ import gc
 import json
 import math
 import os
-import re
 import signal
 import stat
-import subprocess
 import sys
 import threading
 import time
@@ -303,40 +301,6 @@ def ranks_of(pid: int) -> list[int]:
         for child in psutil.Process(pid).children():
             ranks += [grandchild.pid for grandchild in child.children()]
     return ranks
-
-
-def started(command: list[str], until: str) -> tuple[subprocess.Popen, list[int]]:
-    """A run that has come to where its terminal shows `until`, and the processes of its ranks."""
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    said = ""
-    while not re.search(until, said):
-        said += (read := process.stderr.read(1))
-        assert read, said
-    return process, ranks_of(process.pid)
-
-
-# A run of which a stage waits before each step: a fast machine's would be over before its terminal has been read.
-UNHURRIED = """
-import runpy, sys, time
-import ltx_neuron.report.progress as progress
-
-class Unhurried(progress.tqdm):
-    def __iter__(self):
-        for number in super().__iter__():
-            if self.desc.startswith(slow):
-                time.sleep(0.5)
-            yield number
-
-progress.tqdm, slow = Unhurried, sys.argv[1]
-sys.stderr.isatty = lambda: True
-sys.argv = sys.argv[2:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
-def unhurried(command: list[str], stage: str) -> list[str]:
-    """The command, with time to interfere between the steps of a stage, by its title."""
-    return [command[0], "-c", UNHURRIED, stage, *command[1:]]
 
 
 def wait_for(happened: Callable[[], bool], seconds: float = SCRIPT_SECONDS, every: float = 0.02) -> None:

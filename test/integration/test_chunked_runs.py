@@ -1,15 +1,14 @@
 """Tiny clips of several windows, chunked ones and films made longer: what their windows share, what is kept bit for
 bit, and how they go on when they were killed. The memory of a chunked clip: test/slow/test_chunked_runs.py."""
 
-import chunked_clips
+import golden_runs
 import pytest
 import torch
-from chunked_clips import by_ltx_core, clip, made
+from chunked_clips import by_ltx_core, clip
 from engines import drawn_contexts
 from helpers import made_film, one_thread, picture_frames, read_video, rel, write_film  # noqa: F401
 from jobs import make_job, replace
 
-from ltx_neuron.denoise import StageRun
 from ltx_neuron.engine.outputs import run_identity
 from ltx_neuron.engine.resume import restore_state, save_state, state_files
 from ltx_neuron.errors import UserError
@@ -19,9 +18,8 @@ from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Size
 from ltx_neuron.sampling.conditions import Retake
 
-engine_of = chunked_clips.engine_of  # fixture
+runs = golden_runs.runs  # a fixture
 FP32 = 1e-6  # the same model by other sums, over eleven steps of two windows
-PHASES = ("window 2 of 2, stage 1", "upsample", "window 2 of 2, stage 2", "decode")
 FRAMES, RATE = 30, 24.0  # of a film that is made longer, in windows of 25 frames
 
 
@@ -29,16 +27,26 @@ class Killed(Exception):
     pass
 
 
+def killing(title: str):
+    """What an engine calls after a step, to die in the stage of this title."""
+
+    def kill(stage, number):
+        if stage.title == title:
+            raise Killed
+
+    return kill
+
+
 # --- a chunked clip -------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def two(engine_of):
-    return made(engine_of, clip(prompt="", prompts=("waves", "a storm")))
+def two(runs):
+    return runs.made(clip(prompt="", prompts=("waves", "a storm")))
 
 
-def test_two_windows_are_ltx_cores_with_their_prompts_and_one_generator(two, tiny, engine_of):
-    config = engine_of(two.job).workspace.transformer
+def test_two_windows_are_ltx_cores_with_their_prompts_and_one_generator(two, tiny, runs):
+    config = runs.engine().workspace.transformer
     wanted = by_ltx_core(tiny, two.job, lambda prompt: drawn_contexts(config, prompt))
     for name in [f"w{n}_s{s}_{stream}" for n in (0, 1) for s in (1, 2) for stream in ("video", "audio")]:
         assert rel(two.tensors[name], wanted[name]) < FP32, name
@@ -47,41 +55,37 @@ def test_two_windows_are_ltx_cores_with_their_prompts_and_one_generator(two, tin
 
 
 @pytest.fixture(scope="module")
-def undisturbed(engine_of, two, tmp_path_factory) -> bytes:
+def undisturbed(runs, two, tmp_path_factory) -> bytes:
     path = tmp_path_factory.mktemp("undisturbed") / "clip.mp4"
-    made(engine_of, two.job, write=lambda clip: clip.write(path))
+    runs.made(two.job, write=lambda clip: clip.write(path))
     return path.read_bytes()
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase", ["window 2 of 2, stage 1", "upsample", "window 2 of 2, stage 2", "decode_video"])
 def test_it_goes_on_from_every_phase_of_a_window_to_the_same_bytes(
-    engine_of, two, undisturbed, tmp_path, monkeypatch, phase
+    runs, two, undisturbed, tmp_path, monkeypatch, phase
 ):
-    engine, job, path = engine_of(two.job), two.job, tmp_path / "clip.resume.safetensors"
-    identity, calls = run_identity(job, engine.workspace, engine.options), {}
+    engine, job, path = runs.engine(), two.job, tmp_path / "clip.resume.safetensors"
+    identity = run_identity(job, engine.workspace, engine.options)
     write = {"write": lambda clip: clip.write(tmp_path / "clip.mp4")}
+    method, calls = getattr(HostModels, phase, None), []
 
-    def killing(owner, name: str, kind: str):
-        method = getattr(owner, name)
+    def kill_in_the_second_window(*args, **options):
+        calls.append(phase)
+        if len(calls) == 2:
+            raise Killed
+        return method(*args, **options)
 
-        def call(*args, **options):
-            calls[kind] = calls.get(kind, 0) + 1
-            if kind == phase and calls[kind] == 2 or kind == "step" and args[0].stage.title == phase:
-                raise Killed
-            return method(*args, **options)
-
-        monkeypatch.setattr(owner, name, call)
-
-    killing(StageRun, "step", "step")
-    killing(HostModels, "upsample", "upsample")
-    killing(HostModels, "decode_video", "decode")
+    if method:
+        monkeypatch.setattr(HostModels, phase, kill_in_the_second_window)
+    monkeypatch.setattr(engine, "on_step_end", killing(phase))
     with pytest.raises(Killed):
-        made(engine_of, job, on_stage_end=lambda run: save_state(path, run, identity), **write)
+        runs.made(job, on_stage_end=lambda run: save_state(path, run, identity), **write)
     monkeypatch.undo()
     assert not (tmp_path / "clip.mp4").exists()
-    made(engine_of, job, resume=lambda job: restore_state(path, job, identity, torch.float32), **write)
+    runs.made(job, resume=lambda job: restore_state(path, job, identity, torch.float32), **write)
     assert (tmp_path / "clip.mp4").read_bytes() == undisturbed
-    assert len(state_files(path)) == 2 + (phase == "decode")
+    assert len(state_files(path)) == 2 + (phase == "decode_video")
 
 
 # --- a film made longer by three windows ----------------------------------------------------------
@@ -101,43 +105,38 @@ def longer(film, seconds: float) -> Job:
 
 
 @pytest.fixture(scope="module")
-def after(engine_of, film):
-    return made(engine_of, longer(film, 1.0))
+def after(runs, film):
+    return runs.made(longer(film, 1.0))
 
 
 def test_the_files_frames_are_kept_bit_for_bit_new_ones_follow_and_the_sound_is_decoded_as_a_whole(
-    engine_of, film, after, tmp_path
+    runs, film, after, tmp_path
 ):
     assert after.frames.shape == (FRAMES + 24, 64, 64, 3) and len(after.job.stages) == 3
     assert torch.equal(after.frames[:FRAMES], frames_of(film))
     assert not torch.equal(after.frames[FRAMES], after.frames[FRAMES - 1])
-    waveform, host = after.waveform, engine_of(after.job).host
+    waveform, host = after.waveform, runs.engine().host
     assert waveform.shape[1] == pytest.approx(54 / RATE * after.sample_rate, rel=0.02)
     assert torch.equal(waveform, host.decode_audio(after.tensors["s1_audio"])[:, : waveform.shape[1]])
-    made(engine_of, after.job, write=lambda clip: clip.write(tmp_path / "longer.mp4"))
+    runs.made(after.job, write=lambda clip: clip.write(tmp_path / "longer.mp4"))
     assert read_video(tmp_path / "longer.mp4")["video_seconds"] == (FRAMES + 24) / RATE
 
 
-def test_one_that_is_killed_in_its_second_window_goes_on_to_the_same_bits(engine_of, after, tmp_path, monkeypatch):
-    job, path, engine, step = after.job, tmp_path / "state", engine_of(after.job), StageRun.step
+def test_one_that_is_killed_in_its_second_window_goes_on_to_the_same_bits(runs, after, tmp_path, monkeypatch):
+    job, path, engine = after.job, tmp_path / "state", runs.engine()
     identity = run_identity(job, engine.workspace, engine.options)
-
-    def kill(stage_run, number):
-        if stage_run.stage.title == "window 2 of 3" and number == 1:
-            raise Killed
-        return step(stage_run, number)
-
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(StageRun, "step", kill)
-        made(engine_of, job, on_stage_end=lambda run: save_state(path, run, identity))
+    monkeypatch.setattr(engine, "on_step_end", killing("window 2 of 3"))
+    with pytest.raises(Killed):
+        runs.made(job, on_stage_end=lambda run: save_state(path, run, identity))
+    monkeypatch.undo()
     run = restore_state(path, job, identity, torch.float32)
     assert run.left == "windows 2 to 3 of 3 are left"
-    resumed = made(engine_of, job, resume=lambda job: run)
+    resumed = runs.made(job, resume=lambda job: run)
     assert torch.equal(resumed.frames, after.frames) and torch.equal(resumed.waveform, after.waveform)
 
 
-def test_below_0_they_are_made_before_the_first_one(engine_of, film):
-    result = made(engine_of, longer(film, -17 / RATE))
+def test_below_0_they_are_made_before_the_first_one(runs, film):
+    result = runs.made(longer(film, -17 / RATE))
     assert len(result.job.stages) == 3
     assert torch.equal(result.frames[17:], frames_of(film)) and len(result.frames) == 17 + FRAMES
     known = result.job.extension.known_audio
@@ -158,8 +157,8 @@ def test_held_latents_are_the_known_ones_and_noise_is_drawn_for_each_window(afte
         assert torch.equal(window[:, :, :-1], before[:, :, 1:])
 
 
-def test_the_known_latents_are_of_the_frames_and_the_sound_next_to_the_new_ones(engine_of, film, after):
-    host, tensors = engine_of(after.job).host, after.tensors
+def test_the_known_latents_are_of_the_frames_and_the_sound_next_to_the_new_ones(runs, film, after):
+    host, tensors = runs.engine().host, after.tensors
     video, audio = tensors["video_latent"], tensors["audio_latent"]
     assert torch.equal(video[:, :, :3], host.encode_video(pixels_of(list(first_frames(film, ""))[-17:], 64, 64)))
     assert video.shape[2] == 3 + 3 and not video[:, :, 3:].any()
@@ -170,9 +169,9 @@ def test_the_known_latents_are_of_the_frames_and_the_sound_next_to_the_new_ones(
 
 
 def test_a_film_without_sound_goes_on_from_silence_and_one_with_fewer_frames_is_refused(
-    engine_of, film, after, tmp_path, capsys
+    runs, film, after, tmp_path, capsys
 ):
-    mute, host = write_film(tmp_path / "mute.mp4", picture_frames(FRAMES, 64, 64, 0)), engine_of(after.job).host
+    mute, host = write_film(tmp_path / "mute.mp4", picture_frames(FRAMES, 64, 64, 0)), runs.engine().host
     known = encode_inputs.encode(host, longer(mute, -1.0))["audio_latent"]
     assert "has no sound: the new part continues from silence" in capsys.readouterr().out
     _, silence = host.encode_audio(Sound(torch.zeros(2, 48000), 16000))

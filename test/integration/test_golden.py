@@ -1,6 +1,8 @@
 """The five scripts, run as a user runs them, and engines, against records of ltx-pipelines (records.py). Other
 degrees, sizes and models, dubbing, voices and bfloat16: test/slow/test_golden.py."""
 
+import wave
+
 import golden_runs
 import pytest
 import torch
@@ -12,8 +14,11 @@ from records import FOLDER
 from safetensors import safe_open
 
 from ltx_neuron.artifacts import build
+from ltx_neuron.engine.resume import restore_state, save_state
 from ltx_neuron.errors import UserError
-from ltx_neuron.report.recorder import PHASES
+from ltx_neuron.job import Size
+from ltx_neuron.pipeline import LTXPipeline
+from ltx_neuron.report.recorder import PHASES, Recorder
 from ltx_neuron.sampling.compat import FOLLOWED
 
 runs, text_to_video = golden_runs.runs, golden_runs.text_to_video  # fixtures
@@ -55,8 +60,7 @@ def test_an_image_held_in_part_equals_ltx_pipelines_of_each_release(runs):
 
 def test_a_single_frame_equals_ltx_pipelines_and_is_a_file_of_one_picture_with_sound(runs, tmp_path):
     job, engine = runs.job("single_frame"), runs.engine(blocks=None)
-    runs.prepare(engine, job)
-    (result,) = engine.run([job])
+    result = runs.made(job, engine, encoded=True)
     assert_is_recorded("single_frame", result.tensors)
     result.clip().write(tmp_path / "one.mp4")
     assert_has_the_size_of_the_job(tmp_path / "one.mp4", job)
@@ -148,3 +152,47 @@ def test_two_guidance_groups_make_the_bits_of_one_and_go_on_as_one(runs, capfd):
             two.residency.ranks.groups[2]._processes[0].kill()
     assert "group 2 lost after stage 1 (rank 0 of 1 failed: the process" in capfd.readouterr().err
     two.close()
+
+
+# --- sound alone ----------------------------------------------------------------------------------
+
+
+def test_a_sound_beside_a_video_in_a_batch_is_its_single_run_bit_for_bit(runs):
+    alone, engine = runs.job("sound_alone"), runs.engine()
+    video = replace(alone, size=Size(64, 64, 9), sound_only=False)
+    single = {True: runs.generate("sound_alone"), False: runs.made(video, decode=False).tensors}
+    engine.close()
+    for jobs in ([alone], [video, alone], [alone, video]):  # a part of the weights, then all
+        for result in engine.run(jobs, keep=True, decode=False):
+            got, wanted = (
+                {name: x for name, x in tensors.items() if name.startswith("s1_")}
+                for tensors in (result.tensors, single[result.job.sound_only])
+            )
+            assert got.keys() == wanted.keys() and all(torch.equal(got[name], wanted[name]) for name in got)
+
+
+def test_a_sound_is_resumed_to_the_same_wav_and_the_python_api_gives_its_waveform(runs, tmp_path):
+    job, engine, state = runs.job("sound_alone"), runs.engine(), tmp_path / "out.resume.safetensors"
+    first, second = tmp_path / "first.wav", tmp_path / "second.wav"
+    runs.made(job, on_stage_end=lambda run: save_state(state, run, {}), write=lambda clip: clip.write(first))
+    run = restore_state(state, job, {}, torch.float32)
+    assert run.left == "the decoding is left"
+    engine.recorder = engine.residency.recorder = Recorder()
+    runs.made(job, resume=lambda job: run, write=lambda clip: clip.write(second))
+    assert first.read_bytes() == second.read_bytes()
+    names = [phase["name"] for phase in engine.recorder.report({}, "cpu", 1, {}, {})["phases"]]
+    assert names == ["decode_audio"]
+
+    pipe, size = LTXPipeline(engine, "dev"), dict(num_frames=job.size.num_frames, frame_rate=job.size.frame_rate)
+    call = size | dict(prompt=job.prompt, seed=job.seed, num_inference_steps=job.num_inference_steps)
+    call |= dict(guidance=job.guidance, negative_prompt=job.negative_prompt, sound_only=True)
+    output, latent = pipe(**call), pipe(**call, output_type="latent")
+    assert output.frames is latent.video_latent is None
+    assert torch.equal(latent.audio_latent, runs.generate("sound_alone")["s1_audio"])
+    assert torch.equal(output.audio[0], engine.host.decode_audio(latent.audio_latent))
+    assert pipe(**call, output_type="wav", output_path=tmp_path / "out.wav").path.read_bytes() == first.read_bytes()
+    with wave.open(str(first)) as file:
+        assert file.getnframes() == output.audio.shape[2]
+        assert file.getnframes() / file.getframerate() == pytest.approx(1.0, abs=0.05)
+    with pytest.raises(UserError, match="output_type: unknown 'mp4'; known: pil, np, pt, latent, wav"):
+        pipe(**call, output_type="mp4", output_path=tmp_path / "out.mp4")

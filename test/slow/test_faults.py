@@ -7,11 +7,12 @@ import shlex
 import shutil
 import signal
 import subprocess
+import time
 
 import pytest
 import warm_python
 from conftest import ROOT, SCRIPT_SECONDS
-from helpers import allowed, ended, picture_frames, shared_memories, started, tone, unhurried, wait_for, write_film
+from helpers import allowed, ended, picture_frames, shared_memories, tone, wait_for, write_film
 from runs import GENERATE, TP, undisturbed
 from safetensors.torch import load_file
 
@@ -26,18 +27,36 @@ def run(scripts, tiny, shared):
     return undisturbed(scripts, tiny, shared)
 
 
+# A script that gets a signal in stage 2. Beforehand it writes to a file when, and which processes its ranks are.
+INTERRUPTED = """
+import json, os, runpy, sys, time
+from pathlib import Path
+from ltx_neuron.denoise import StageRun
+kind, file, *sys.argv = sys.argv[1:]
+step = StageRun.step
+def interrupted(run, number):
+    if run.stage.title == "stage 2" and number == 1:
+        Path(file).write_text(json.dumps([time.monotonic(), [process.pid for process in run.ranks._processes]]))
+        os.kill(os.getpid(), int(kind))
+    return step(run, number)
+StageRun.step = interrupted
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 @pytest.mark.parametrize(
     ("kind", "code", "message"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
 )
 def test_a_run_that_is_ended_in_stage_2_ends_soon_and_keeps_stage_1(run, tmp_path, kind, code, message):
-    before = shared_memories()
-    process, ranks = started(unhurried(run.command(tmp_path), "stage 2"), r"stage 2:\s+33%")
-    assert len(ranks) == TP
-    process.send_signal(kind)
-    printed = process.communicate(timeout=allowed(SOON))[1]
-    assert "Traceback" not in printed and "the same command with --resume" in printed
-    assert message in printed and process.returncode == code and ended(ranks)
-    assert "fox" + SUFFIX in {path.name for path in tmp_path.iterdir()} <= {"fox" + SUFFIX, "fox.failure.log"}
+    before, out = shared_memories(), tmp_path / "out"
+    python, *words = run.command(out)
+    command = [python, "-c", INTERRUPTED, str(int(kind)), tmp_path / "ended", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SCRIPT_SECONDS)
+    ended_at, ranks = json.loads((tmp_path / "ended").read_text())
+    assert time.monotonic() - ended_at < allowed(SOON) and len(ranks) == TP and ended(ranks)
+    assert "Traceback" not in done.stderr and "the same command with --resume" in done.stderr
+    assert message in done.stderr and done.returncode == code
+    assert "fox" + SUFFIX in {path.name for path in out.iterdir()} <= {"fox" + SUFFIX, "fox.failure.log"}
     wait_for(lambda: shared_memories() <= before, allowed(SOON))
 
 

@@ -98,15 +98,11 @@ def test_twice_the_frames_are_shown_twice_as_fast_and_a_tail_of_them_is_cut(runs
 @pytest.mark.parametrize("name", ["hq", "dubbing"])
 def test_a_job_resumed_after_stage_1_and_a_warm_up_ends_with_the_same_bits(runs, name, tmp_path):
     engine, job, state = runs.engine(JOBS[name].model), runs.job(name), tmp_path / "state"
-    whole = runs.run(engine, job, decode=True)
+    keep_first = lambda run: state.exists() or save_state(state, run, {})  # noqa: E731
+    whole = runs.made(job, engine, on_stage_end=keep_first).tensors
     assert torch.equal(whole["waveform"], engine.host.decode_audio(whole["s1_audio"]))
-    engine.on_stage_end = lambda run: state.exists() or save_state(state, run, {})
-    list(engine.run([job], keep=True, decode=False))
-    engine.on_stage_end = None
     run = restore_state(state, job, {}, torch.float32)
     assert [stage.name for stage in run.stages_left] == ["stage_2"]
-    warm = sharing(engine, warmup=True)
-    golden_runs.draw_contexts(warm, job)
-    (result,) = warm.run([job], keep=True, decode=False, resume=lambda job: run)
+    result = runs.made(job, sharing(engine, warmup=True), decode=False, resume=lambda job: run)
     for key in {"s1_audio", "s2_video", "s2_audio", "final_audio", "s2_reference_latent"} & whole.keys():
         assert torch.equal(result.tensors[key], whole[key]), key
