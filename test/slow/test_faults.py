@@ -49,6 +49,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 )
 def test_a_run_that_is_ended_in_stage_2_ends_soon_and_keeps_stage_1(run, tmp_path, kind, code, message):
     before, out = shared_memories(), tmp_path / "out"
+    out.mkdir()
     python, *words = run.command(out)
     command = [python, "-c", INTERRUPTED, str(int(kind)), tmp_path / "ended", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SCRIPT_SECONDS)
