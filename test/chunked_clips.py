@@ -1,17 +1,13 @@
-"""A tiny clip of two windows, the engine that makes it, and ltx-core's own loop over the windows."""
+"""A tiny clip of two windows, and ltx-core's own loop over the windows."""
 
 import dataclasses
 from typing import NamedTuple
 
-import pytest
 import torch
-from engines import drawn_contexts, give_contexts, opened_engine, opened_workspace
 from golden.patches import numerics
 from golden.upstream import Pipeline
 from jobs import make_job
 
-from ltx_neuron.artifacts import build
-from ltx_neuron.engine.run import Engine
 from ltx_neuron.job import Job, Size
 
 WINDOW, CARRY, BLEND, RATE = 25, 17, 5, 24.0
@@ -22,27 +18,6 @@ def clip(frames: int = 33, prompt: str = "waves", **fields) -> Job:
     return make_job(prompt, Size(64, 64, frames, RATE, two_stage=True), 7, **windows | fields)
 
 
-@pytest.fixture(scope="session")
-def engine_of(tiny, artifacts):
-    workspace = opened_workspace(tiny, artifacts, 1)
-    with opened_engine(workspace, tiny) as engine:
-
-        def prepared(job: Job) -> Engine:
-            build.make(workspace, workspace.weight_sets("dit", {()}))
-            build.make(workspace, workspace.dit_graphs(job.buckets_to_compile))
-            return engine
-
-        yield prepared
-
-
-def made(engine_of, job: Job, **options):
-    engine = engine_of(job)
-    engine.on_stage_end = options.pop("on_stage_end", None)
-    give_contexts(engine, job, lambda prompt: drawn_contexts(engine.workspace.transformer, prompt))
-    (result,) = engine.run([job], keep=True, **options)
-    return result
-
-
 class Held(NamedTuple):
     """Sound at the beginning of a window that is there already."""
 
@@ -50,10 +25,8 @@ class Held(NamedTuple):
 
     def apply_to(self, latent_state, latent_tools):
         tokens = latent_tools.patchifier.patchify(self.latent)
-        count = tokens.shape[1]
-        clean = torch.cat([tokens, latent_state.clean_latent[:, count:]], 1)
-        mask = latent_state.denoise_mask.clone()
-        mask[:, :count] = 0
+        clean, mask = latent_state.clean_latent.clone(), latent_state.denoise_mask.clone()
+        clean[:, : tokens.shape[1]], mask[:, : tokens.shape[1]] = tokens, 0
         return dataclasses.replace(latent_state, clean_latent=clean, denoise_mask=mask)
 
 
@@ -62,9 +35,8 @@ class InWindows(Pipeline):
 
     def run(self):
         tensors, self.ends = {}, {}
-        for number, prompt in enumerate(self.job.texts_of_windows * (2 // len(self.job.texts_of_windows))):
-            self.job = self.job.replaced(prompt=prompt)
-            self.num_frames = WINDOW
+        for number, prompt in enumerate(self.job.texts_of_windows):
+            self.job, self.num_frames = self.job.replaced(prompt=prompt), WINDOW
             tensors |= {f"w{number}_{name}": x for name, x in super().run().items()}
         return tensors
 

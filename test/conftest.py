@@ -21,16 +21,15 @@ pytest_plugins = ["tiers"]
 
 ROOT = Path(__file__).resolve().parents[1]
 # Scripts that tests start import this checkout, whatever is installed, and its tools.
-os.environ["PYTHONPATH"] = os.pathsep.join(
-    [str(ROOT / "src"), str(ROOT / "tools"), *filter(None, [os.environ.get("PYTHONPATH")])]
-)
-# ATEN_CPU_CAPABILITY stands for an older CPU. oneDNN must see the same one: PyTorch's attention in
-# bf16 otherwise finds AMX there, and then has no AVX-512 to pack its operands with.
+_PATHS = [str(ROOT / "src"), str(ROOT / "tools"), os.environ.get("PYTHONPATH")]
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, _PATHS))
+# ATEN_CPU_CAPABILITY stands for an older CPU. oneDNN must see the same one: PyTorch's attention in bf16 otherwise finds
+# AMX there, and then has no AVX-512 to pack its operands with.
 if os.environ.get("ATEN_CPU_CAPABILITY") in ("default", "avx2"):
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
 
-# How many examples hypothesis draws: HYPOTHESIS_PROFILE=large, or --hypothesis-profile=large. In CI
-# they are the same ones each time. It is not there where the SDK's tests run alone.
+# How many examples hypothesis draws: HYPOTHESIS_PROFILE=large, or --hypothesis-profile=large. In CI they are the same
+# ones each time. It is not there where the SDK's tests run alone.
 if find_spec("hypothesis"):
     from hypothesis import settings
 
@@ -44,17 +43,15 @@ SCRIPT_SECONDS = 300  # the longest a script may take; the slowest takes a tenth
 
 
 def needs(*packages: str, extras: str) -> None:
-    """Skip a test file where a package is not installed. It is not imported: Ray, the client of
-    OpenAI and Playwright take seconds, and a run of other files collects this one too."""
-    for package in packages:
-        if not find_spec(package):
-            reason = f"an extra is not installed: pip install -e .[{extras}]"
-            pytest.skip(reason, allow_module_level=True)
+    """Skip a test file where a package is not installed. It is not imported: Ray, the client of OpenAI and Playwright
+    take seconds, and a run of other files collects this one too."""
+    if not all(map(find_spec, packages)):
+        pytest.skip(f"an extra is not installed: pip install -e .[{extras}]", allow_module_level=True)
 
 
 def pytest_configure() -> None:
-    """Commands that a script starts with & ignore SIGINT, and so do their children. Tests interrupt
-    themselves and the commands that they start."""
+    """Commands that a script starts with & ignore SIGINT, and so do their children. Tests interrupt themselves and the
+    commands that they start."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -88,9 +85,8 @@ def split(shared):
 
 @pytest.fixture(scope="session")
 def artifacts(shared) -> Path:
-    """The artifacts folder of tests whose subject is not what lies in one: what one of them makes
-    the others find, also those of another worker. Prompts that a test wants to be encoded are
-    its own."""
+    """The artifacts folder of tests whose subject is not what lies in one: what one of them makes the others find, also
+    those of another worker. Prompts that a test wants to be encoded are its own."""
     return shared / "artifacts"
 
 
@@ -116,17 +112,14 @@ def small_disk(tmp_path):
 
 @pytest.fixture(scope="session")
 def ffmpeg(shared) -> Path:
-    """A folder for PATH with a program called ffmpeg, of the wheel imageio-ffmpeg. Commands that
-    errors print are run with it."""
-    reason = "NO PRINTED ffmpeg COMMAND WAS RUN: pip install -e .[dev], on Linux x86-64"
-    if not find_spec("imageio_ffmpeg"):
-        pytest.skip(reason)
-    from imageio_ffmpeg import get_ffmpeg_exe
-
+    """A folder for PATH with the program ffmpeg of the wheel imageio-ffmpeg. Commands that errors print are run with
+    it."""
     try:
-        program = Path(get_ffmpeg_exe())
-    except RuntimeError:  # a wheel without a program
-        pytest.skip(reason)
+        from imageio_ffmpeg import get_ffmpeg_exe
+
+        program = get_ffmpeg_exe()
+    except (ImportError, RuntimeError):  # no wheel, or one without a program
+        pytest.skip("NO PRINTED ffmpeg COMMAND WAS RUN: pip install -e .[dev], on Linux x86-64")
 
     def link(path: Path) -> None:
         path.mkdir()
@@ -138,9 +131,8 @@ def ffmpeg(shared) -> Path:
 
 @pytest.fixture(scope="session")
 def scripts(shared):
-    """scripts(assets, tp, dtype) returns a Setup, the same one for the same arguments. All share
-    one artifacts folder, with those of other workers. It is not the one of `artifacts`: a service
-    offers all sizes that it finds."""
+    """scripts(assets, tp, dtype) returns a Setup, the same one for the same arguments. All share one artifacts folder,
+    with those of other workers. It is not the one of `artifacts`: a service offers all sizes that it finds."""
 
     @cache
     def setup(assets, tp: int = 4, dtype: str = "float32") -> Setup:
@@ -169,10 +161,10 @@ class Generated(NamedTuple):
 
 
 class Setup:
-    """The five scripts on one set of assets, each in its own process. The same call is not made
-    twice in a session, whichever worker makes it: the first one's result is returned again.
+    """The five scripts on one set of assets, each in its own process. Flags are keywords, see `words`. The same call is
+    made once in a session, whichever worker makes it: the first one's result is returned again.
 
-    Flags are keywords, see `words`. settings: of the profile of every script. Four ranks run what the profile says.
+    settings: of the profile of every script. Four ranks run what the profile says.
     """
 
     def __init__(self, shared: Path, assets, tp: int, dtype: str):
@@ -182,12 +174,11 @@ class Setup:
 
     def words(self, gemma: bool = True, **flags) -> list[str]:
         """The command line of a script on these assets, behind its name."""
+        more = flags.get("profile_set", ())
         flags |= {"checkpoint_path": self.assets.checkpoint, "artifacts_dir": self.artifacts}
         flags |= {"tp_degree": self.tp, "dtype": self.dtype, "profile": flags.get("profile", "cpu")}
-        more = flags.get("profile_set", ())
         flags["profile_set"] = *self.settings, *((more,) if isinstance(more, str) else more)
-        flags |= {"gemma_root": self.assets.gemma_root} if gemma else {}
-        return words(**flags)
+        return words(**flags | ({"gemma_root": self.assets.gemma_root} if gemma else {}))
 
     def command(self, script: str, gemma: bool = True, **flags) -> list[str]:
         return [str(ROOT / script), *self.words(gemma, **flags)]
@@ -197,14 +188,11 @@ class Setup:
         return warm_python.run(self.command(script, gemma, **flags), ROOT, SCRIPT_SECONDS)
 
     def prepare(self, **size) -> None:
-        """Shard both models and compile both, the transformer for a size. Two at a time: they need
-        one core each."""
+        """Shard both models and compile both, the transformer for a size. Two at a time: they need one core each."""
         text = [("shards/shard_gemma3_weights.py", {}), ("compile/compile_gemma3.py", {})]
         transformer = [("compile/compile_transformer.py", size), ("shards/shard_backbone_weights.py", {})]
         with ThreadPoolExecutor(2) as pool:
-            runs = [pool.submit(self._run_all, text, True), pool.submit(self._run_all, transformer, False)]
-            for run in runs:
-                run.result()
+            list(pool.map(self._run_all, (text, transformer), (True, False)))
 
     def _run_all(self, calls: list, gemma: bool) -> None:
         for script, flags in calls:
@@ -231,8 +219,8 @@ class Setup:
 
 
 def words(**flags) -> list[str]:
-    """Keywords as command-line words: num_frames=17 is --num-frames 17, True is the flag alone, None
-    and False no flag, a tuple the flag once for each: image=((path, 0), (path, 8)) is --image twice."""
+    """Keywords as command-line words: num_frames=17 is --num-frames 17, True is the flag alone, None and False no flag,
+    a tuple the flag once for each: image=((path, 0), (path, 8)) is --image twice."""
     command_line = []
     for name, values in flags.items():
         for value in values if isinstance(values, tuple) else (values,):
@@ -243,8 +231,6 @@ def words(**flags) -> list[str]:
 
 
 def succeeded(process: subprocess.CompletedProcess) -> subprocess.CompletedProcess:
-    report = (
-        f"{' '.join(process.args)}\nexit code {process.returncode}\n{process.stdout[-2000:]}\n{process.stderr[-4000:]}"
-    )
-    assert process.returncode == 0, report
+    said = f"{process.stdout[-2000:]}\n{process.stderr[-4000:]}"
+    assert process.returncode == 0, f"{' '.join(process.args)}\nexit code {process.returncode}\n{said}"
     return process

@@ -28,11 +28,9 @@ RAIN, DUST = "rain on a tin roof", "dust"
 
 # Four blocks: graphs of one and of two have several groups, and STG blocks are some of many.
 FOUR = TinySizes(layers=4, seed=31)
-# Nothing here is a power of two or of the release: 3 blocks of 8 heads, 10 and 6 channels each; 5
-# layers of Gemma3.
-_GEMMA = dict(
-    layers=5, heads=12, kv_heads=4, head_dim=6, hidden=36, intermediate=52, vocab=403, sliding_window_pattern=3
-)
+# Nothing here is a power of two or of the release: 3 blocks of 8 heads, 10 and 6 channels each; 5 layers of Gemma3.
+_GEMMA = dict(layers=5, heads=12, kv_heads=4, head_dim=6, hidden=36, intermediate=52, vocab=403)
+_GEMMA |= dict(sliding_window_pattern=3)
 _ODD = dict(layers=3, heads=8, head_dim=10, audio_head_dim=6, connector_layers=1, seed=77)
 ODD = TinySizes(**_ODD, **{f"gemma_{name}": size for name, size in _GEMMA.items()})
 # A block of the released width: 32 heads of 128 and of 64.
@@ -54,22 +52,22 @@ def make_media(folder: Path) -> Path:
     sound than 17 have. And sound. Videos are lossless: other encodings depend on the number of cores."""
     folder.mkdir(parents=True)
     film, seconds = picture_frames(17, 64, 64, 3), 17 / 20
-
-    def write(name: str, frames: torch.Tensor, rate: int, sound: torch.Tensor | None = None) -> None:
-        write_film(folder / f"{name}.mkv", frames, rate, sound=sound, lossless=True)
-
-    for name, share in (("film", 1.0), ("cut", 0.5), ("mute", None)):
-        write(name, film, 20, None if share is None else tone(48000, seconds * share))
-    write("speech", picture_frames(20, 64, 64, 7), 20, tone(48000, 1.0, 150.0))
-    write("short", picture_frames(9, 64, 80, 40), 24)
     picture = picture_frames(1, 64, 80, 70)
-    Image.fromarray(picture[0].numpy()).save(folder / "held.png")
-    write("held", picture.expand(17, -1, -1, -1), 25)
     # At a third of its size every other stripe is seen, at a sixth each of them.
     bright = (torch.arange(192) % 6 - 2).abs() < 2
     grey = 250 - 20 * torch.arange(9)[:, None] - torch.arange(192)
-    grey = grey.clamp(min=0)[..., None] * bright
-    write("mask", grey[..., None].expand(-1, -1, -1, 3).byte().contiguous(), 24)
+    mask = (grey.clamp(min=0)[..., None] * bright)[..., None].expand(-1, -1, -1, 3).byte().contiguous()
+    for name, frames, rate, sound in (
+        ("film", film, 20, tone(48000, seconds)),
+        ("cut", film, 20, tone(48000, seconds / 2)),
+        ("mute", film, 20, None),
+        ("speech", picture_frames(20, 64, 64, 7), 20, tone(48000, 1.0, 150.0)),
+        ("short", picture_frames(9, 64, 80, 40), 24, None),
+        ("held", picture.expand(17, -1, -1, -1), 25, None),
+        ("mask", mask, 24, None),
+    ):
+        write_film(folder / f"{name}.mkv", frames, rate, sound=sound, lossless=True)
+    Image.fromarray(picture[0].numpy()).save(folder / "held.png")
     samples = (tone(44100, 1.5, 330.0) * 2**15).short().T.reshape(1, -1).contiguous().numpy()
     write_sound(folder / "sound.wav", samples, 44100, "pcm_s16le", "stereo", "s16")
     return folder
@@ -124,14 +122,9 @@ def image_job(assets, *placed, two_stage: bool = True, **more) -> Job:
 def hq(assets) -> Job:
     """Other strengths of the distilled LoRA in both stages, a first frame and a keyframe held in part; a
     stream that skips, which substeps never do."""
-    return guided(
-        Size(192, 128, 9, 30.0, True),
-        **guidance(replace(VIDEO, stg_blocks=(1, 3), skip_step=1)),
-        sampler="res_2s",
-        images=images(assets, (0, 0.7), (8, 0.5)),
-        stage_1_loras=lora(assets, 0.25),
-        stage_2_loras=lora(assets, 0.5),
-    )
+    more = guidance(replace(VIDEO, stg_blocks=(1, 3), skip_step=1)) | dict(images=images(assets, (0, 0.7), (8, 0.5)))
+    more |= dict(sampler="res_2s", stage_1_loras=lora(assets, 0.25), stage_2_loras=lora(assets, 0.5))
+    return guided(Size(192, 128, 9, 30.0, True), **more)
 
 
 def audio_to_video(media, seed=5, start=0.21, longest=0.5, two_stage=True, num_frames=9, **more) -> Job:
@@ -156,22 +149,18 @@ def longer(media, **more) -> Job:
     return retake(media, num_frames=25, retake=Retake(media / "film.mkv", extend=8 / 20, source_frames=17), **more)
 
 
-def reference(path: Path, strength: float, frames: int = 17, scales=(1, 1)) -> ReferenceVideo:
-    return ReferenceVideo(path, strength, frames, *scales, path.suffix == ".png")
-
-
 def still(media) -> ReferenceVideo:
-    return reference(media / "held.png", 1.0)
+    return ReferenceVideo(media / "held.png", 1.0, 17, still=True)
 
 
 def ic_lora(assets, media, height=128, num_frames=17, two_stage=True, scales=(1, 1), **more) -> Job:
     """Two references, one shorter than the clip, behind an image as a guide, all masked."""
-    inputs = dict(
-        images=images(assets, (8, 0.5)),
-        references=(reference(media / "film.mkv", 1.0, scales=scales), reference(media / "short.mkv", 0.6, 9, scales)),
-        attention_mask=AttentionMask(media / "mask.mkv", 0.8),
-        stage_1_loras=lora(assets),
+    film, short = (
+        ReferenceVideo(media / "film.mkv", 1.0, 17, *scales),
+        ReferenceVideo(media / "short.mkv", 0.6, 9, *scales),
     )
+    inputs = dict(images=images(assets, (8, 0.5)), references=(film, short), stage_1_loras=lora(assets))
+    inputs |= dict(attention_mask=AttentionMask(media / "mask.mkv", 0.8))
     return make_job(RAIN, Size(height, height, num_frames, 25.0, two_stage), 33, **inputs | more)
 
 
@@ -231,11 +220,8 @@ class Golden:
 
 
 FIRST_RELEASE, NOISY = "ltx-core-1.0.0", "ltx-pipelines-1.2.0"
-READ = dict(encoded=True, decoded=True)
-CIRCLE, DEMO = (
-    "a red circle glides slowly to the right on a navy ground",
-    dict(model="demo", encoded=True, bfloat16=True),
-)
+READ, DEMO = dict(encoded=True, decoded=True), dict(model="demo", encoded=True, bfloat16=True)
+CIRCLE = "a red circle glides slowly to the right on a navy ground"
 # By subject, and within it from plain to particular.
 JOBS = {
     # text and images
@@ -290,7 +276,6 @@ JOBS = {
     "extend_guided": Golden(lambda a, m: longer(m, **guidance()), GUIDED),
     # references
     "ic_lora": Golden(ic_lora),
-    # Of half the size and every other frame, on the first stage alone.
     "ic_lora_scaled": Golden(lambda a, m: ic_lora(a, m, scales=(2, 2), images=(), skip_stage_2=True)),
     "ic_lora_guided": Golden(lambda a, m: ic_lora(a, m, two_stage=False, **guidance()), GUIDED, bfloat16=True),
     "ic_lora_still": Golden(lambda a, m: ic_lora(a, m, two_stage=False, references=(still(m),), attention_mask=None)),

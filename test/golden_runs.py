@@ -13,6 +13,7 @@ from jobs import replace
 from records import Record
 
 from ltx_neuron.artifacts import build
+from ltx_neuron.engine.decode import Result
 from ltx_neuron.engine.run import Engine
 from ltx_neuron.job import Job
 
@@ -41,42 +42,43 @@ class Runs:
         engine = self.engine(golden.model, **how)
         return self.run(engine, self.job(name), golden.encoded, golden.decoded, golden.passes)
 
-    def run(self, engine: Engine, job: Job, encoded=False, decode=False, passes=False) -> dict[str, torch.Tensor]:
-        """The tensors of a job, with weights and graphs that are made where they are missing. passes: with
-        "step0.<pass>.<stream>" of the first step."""
-        workspace, first = engine.workspace, {}
-        engine = sharing(engine, compat=job.compat) if job.compat else engine
+    def made(self, job: Job, engine: Engine | None = None, encoded=False, on_stage_end=None, **options) -> Result:
+        """What an engine makes of a job, with weights, graphs and contexts that are made where they are missing."""
+        engine = engine or self.engine()
+        workspace = engine.workspace
         build.make(workspace, workspace.weight_sets("dit", {stage.loras for stage in job.stages}))
         build.make(workspace, workspace.dit_graphs(job.buckets))
         if not encoded:
             draw_contexts(engine, job)
+        engine.on_stage_end = on_stage_end
+        (result,) = engine.run([job], keep=True, **options)
+        return result
+
+    def run(self, engine: Engine, job: Job, encoded=False, decode=False, passes=False) -> dict[str, torch.Tensor]:
+        """The tensors of a job. passes: with "step0.<pass>.<stream>" of the first step."""
+        engine, first = sharing(engine, compat=job.compat) if job.compat else engine, {}
 
         def read(stage, step):
             if passes and stage.guided and step == 0:
-                name = workspace.dit_program_for(job, stage)[0].name
+                name = engine.workspace.dit_program_for(job, stage)[0].name
                 for kind in (*job.resolved_guidance.passes(), "guided"):
                     for s in STREAMS:
                         first[f"step0.{kind}.{s}"] = engine.residency.ranks.get(name, f"{kind}_{s}")
 
-        engine.on_step_end, engine.on_stage_end = read, None
-        (result,) = engine.run([job], keep=True, decode=decode)
+        engine.on_step_end = read
+        tensors = self.made(job, engine, encoded, decode=decode).tensors
         engine.on_step_end = None
-        return result.tensors | first
+        return tensors | first
 
     def close(self) -> None:
         for engine in self.engines.values():
             engine.close()
 
 
-def draw_contexts(engine: Engine, *jobs: Job) -> None:
-    """Have an engine take the prompts of jobs as encoded, to contexts that records have, too."""
+def draw_contexts(engine: Engine, job: Job) -> None:
+    """Have an engine take a job's prompts as encoded, to contexts that records have, too."""
     workspace = engine.workspace
-
-    def draw(prompt: str) -> list[torch.Tensor]:
-        return [context.to(workspace.dtype) for context in drawn_contexts(workspace.transformer, prompt)]
-
-    for job in jobs:
-        give_contexts(engine, job, draw)
+    give_contexts(engine, job, lambda p: [x.to(workspace.dtype) for x in drawn_contexts(workspace.transformer, p)])
 
 
 @pytest.fixture(scope="module")
@@ -107,30 +109,23 @@ def assert_has_the_size_of_the_job(video: Path, job: Job) -> None:
     assert (facts["video_codec"], facts["audio_codec"]) == ("h264", "aac")
     assert (facts["width"], facts["height"], facts["frame_count"]) == (size.width, size.height, size.num_frames)
     assert (facts["frame_rate"], facts["channels"], facts["sample_rate"]) == (size.frame_rate, 2, 48000)
-    seconds = size.num_frames / size.frame_rate
-    assert facts["video_seconds"] == pytest.approx(seconds, abs=1e-3)
-    assert facts["audio_seconds"] == pytest.approx(seconds, abs=1 / size.frame_rate)
+    assert facts["video_seconds"] == pytest.approx(size.seconds, abs=1e-3)
+    assert facts["audio_seconds"] == pytest.approx(size.seconds, abs=1 / size.frame_rate)
 
 
 def assert_is_recorded(name: str, got: dict[str, torch.Tensor]) -> None:
     Record(name).assert_equal(got, JOBS[name].bound)
 
 
-def assert_tail_is_cut(engine: Engine, job: Job) -> None:
+def assert_tail_is_cut(runs: Runs, engine: Engine, job: Job) -> None:
     """The last 8 frames of a job as a tail: the others, their sound and all latents stay, bit for bit."""
-    workspace, jobs = engine.workspace, [job, replace(job, tail_frames=8)]
-    build.make(workspace, workspace.weight_sets("dit", {stage.loras for stage in job.stages}))
-    build.make(workspace, workspace.dit_graphs(job.buckets))
-    draw_contexts(engine, *jobs)
-    engine.on_step_end = engine.on_stage_end = None
-    whole, shorter = engine.run(jobs, keep=True)
-    assert {*whole.tensors} == {*shorter.tensors}
-    for name, tensor in whole.tensors.items():
-        if name not in ("frames", "waveform"):
-            assert torch.equal(shorter.tensors[name], tensor), name
-    cut = 8 * job.output_frame_rate / job.size.frame_rate
-    assert len(whole.frames) - len(shorter.frames) == cut
-    assert torch.equal(shorter.frames, whole.frames[: len(shorter.frames)])
-    samples = round(len(shorter.frames) / job.output_frame_rate * shorter.sample_rate)
-    assert shorter.waveform.shape == (2, samples)
-    assert torch.equal(shorter.waveform, whole.waveform[:, :samples])
+    whole, shorter = (runs.run(engine, each, decode=True) for each in (job, replace(job, tail_frames=8)))
+    assert {*whole} == {*shorter}
+    for name in {*whole} - {"frames", "waveform"}:
+        assert torch.equal(shorter[name], whole[name]), name
+    frames = len(shorter["frames"])
+    assert len(whole["frames"]) - frames == 8 * job.output_frame_rate / job.size.frame_rate
+    assert torch.equal(shorter["frames"], whole["frames"][:frames])
+    samples = round(frames / job.output_frame_rate * engine.host.sample_rate)
+    assert shorter["waveform"].shape == (2, samples)
+    assert torch.equal(shorter["waveform"], whole["waveform"][:, :samples])

@@ -6,25 +6,24 @@ import gc
 import json
 import math
 import os
-import re
 import signal
 import stat
-import subprocess
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
 import pytest
 import torch
 from blake3 import blake3
 from conftest import SCRIPT_SECONDS
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 from tiny import SPATIAL_UPSAMPLER, TinySizes
 from tiny.config import merge, tiny_config
 from tiny.weights import random_weights, upsampler_weights
@@ -38,7 +37,7 @@ from ltx_neuron.host.models import import_ltx_core
 from ltx_neuron.host.video import write_video
 from ltx_neuron.models.modulation import modulation_table
 from ltx_neuron.models.programs import Program
-from ltx_neuron.models.rope import split_rope
+from ltx_neuron.models.rope import rope_tables
 from ltx_neuron.models.signatures import Field
 from ltx_neuron.sampling.latents import audio_positions
 from ltx_neuron.sampling.schedules import sigma_pairs
@@ -80,7 +79,7 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def shared_memories() -> set[str]:
-    """Names of this machine's shared memories, without semaphores, which ranks of other tests have."""
+    """Of this machine, without semaphores, which ranks of other tests have."""
     return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
 
 
@@ -139,7 +138,7 @@ def ltx_model(content: dict, seed: int = 0) -> nn.Module:
 
 
 class Held(NamedTuple):
-    """Which video tokens are held, and how: what a stage's state says of them."""
+    """What a stage's state says of held video tokens."""
 
     denoise_mask: Tensor  # (Tv, 1)
     clean_latent: Tensor  # (1, Tv, C)
@@ -159,9 +158,7 @@ def step_inputs(
 ) -> dict[str, Tensor]:
     """Everything a DiT step takes but the step's number: random latents and contexts, tables for the rest."""
     pairs = sigma_pairs(sigmas, max_steps or len(sigmas) - 1)
-    video_max, audio_max = config.positional_embedding_max_pos, config.audio_positional_embedding_max_pos
-    cross_max, audio = (max(video_max[0], audio_max[0]),), audio_positions(audio_tokens)
-    values = {
+    return {
         "step_numbers": torch.arange(len(pairs), dtype=torch.int32),
         "sigmas": pairs[:, None].expand(-1, 2, 2),
         "video_modulation": modulation_table(weights, config, "video", pairs[:, 0], held.masks, cross_sigma),
@@ -173,16 +170,8 @@ def step_inputs(
         "timestep_mask": held.timestep_mask,
         "denoise_mask": held.denoise_mask,
         "clean_latent": held.clean_latent,
+        **rope_tables(config, positions, audio_positions(audio_tokens)),
     }
-    for name, where, max_pos, size in (
-        ("video", positions, video_max, config.video),
-        ("audio", audio, audio_max, config.audio),
-        ("video_cross", positions[:, :1], cross_max, config.audio),
-        ("audio_cross", audio, cross_max, config.audio),
-    ):
-        rope = split_rope(where, max_pos, size.inner, size.heads, config.positional_embedding_theta)
-        values |= {f"{name}_cos": rope.cos, f"{name}_sin": rope.sin}
-    return values
 
 
 def step_number(number: int) -> dict[str, Tensor]:
@@ -258,8 +247,7 @@ class Together:
 def random_value(field: Field, tp: int, seed: int) -> Tensor:
     """A whole tensor of a field, random where it is of floats."""
     shape = [size * tp if dim == field.split else size for dim, size in enumerate(field.shape)]
-    floats = field.dtype.is_floating_point
-    return (randn(*shape, seed=seed) if floats else torch.zeros(shape)).to(field.dtype)
+    return (randn(*shape, seed=seed) if field.dtype.is_floating_point else torch.zeros(shape)).to(field.dtype)
 
 
 def save_weights(folder: Path, *ranks: dict[str, Tensor]) -> Path:
@@ -267,15 +255,13 @@ def save_weights(folder: Path, *ranks: dict[str, Tensor]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     lines = {}
     for name, tensors in zip(file_names(len(ranks)), (*ranks, {}), strict=True):
-        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / name)
-        content = (folder / name).read_bytes()
-        text, data = content[8 : (end := 8 + int.from_bytes(content[:8], "little"))], content[end:]
-        text += b" " * (-end % 64)  # as the sharder writes it
+        content = save({key: tensor.contiguous() for key, tensor in tensors.items()})
+        end = 8 + int.from_bytes(content[:8], "little")
+        text = content[8:end] + b" " * (-end % 64)  # as the sharder writes it
         header = len(text).to_bytes(8, "little") + text
-        content = header + data
-        (folder / name).write_bytes(content)
-        digests = {"blake3": blake3(content).hexdigest(), "header_blake3": blake3(header).hexdigest()}
-        lines[name] = {"bytes": len(content), **digests}
+        (folder / name).write_bytes(whole := header + content[end:])
+        digests = {"blake3": blake3(whole).hexdigest(), "header_blake3": blake3(header).hexdigest()}
+        lines[name] = {"bytes": len(whole), **digests}
     write_json(folder / MANIFEST, {"identity": {"kind": "weights", "model": "toy", "tp": len(ranks)}, "files": lines})
     return folder
 
@@ -310,49 +296,11 @@ def exit_code(child: int) -> int:
 
 def ranks_of(pid: int) -> list[int]:
     """Processes that a run's fork server started."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            children.setdefault(parent, []).append(int(entry.name))
-    return [grandchild for child in children.get(pid, []) for grandchild in children.get(child, [])]
-
-
-def started(command: list[str], until: str) -> tuple[subprocess.Popen, list[int]]:
-    """A run that has come to where its terminal shows `until`, and the processes of its ranks."""
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    said = ""
-    while not re.search(until, said):
-        said += (read := process.stderr.read(1))
-        assert read, said
-    return process, ranks_of(process.pid)
-
-
-# A run of which a stage waits before each step: a fast machine's would be over before its terminal has been read.
-UNHURRIED = """
-import runpy, sys, time
-import ltx_neuron.report.progress as progress
-
-class Unhurried(progress.tqdm):
-    def __iter__(self):
-        for number in super().__iter__():
-            if self.desc.startswith(slow):
-                time.sleep(0.5)
-            yield number
-
-progress.tqdm, slow = Unhurried, sys.argv[1]
-sys.stderr.isatty = lambda: True
-sys.argv = sys.argv[2:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
-def unhurried(command: list[str], stage: str) -> list[str]:
-    """The command, with time to interfere between the steps of a stage, by its title."""
-    return [command[0], "-c", UNHURRIED, stage, *command[1:]]
+    ranks = []
+    with suppress(psutil.Error):  # it ends meanwhile
+        for child in psutil.Process(pid).children():
+            ranks += [grandchild.pid for grandchild in child.children()]
+    return ranks
 
 
 def wait_for(happened: Callable[[], bool], seconds: float = SCRIPT_SECONDS, every: float = 0.02) -> None:
@@ -380,9 +328,9 @@ def within(seconds: float) -> Iterator[None]:
 def ended(pids: list[int], seconds: float = 10) -> bool:
     """Whether processes end soon."""
     deadline = time.monotonic() + allowed(seconds)
-    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
+    while (alive := any(map(psutil.pid_exists, pids))) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    return not alive
 
 
 def rewrite(source, destination, change, metadata_change=None):
@@ -435,8 +383,8 @@ def picture_frames(count, height, width, seed):
     return torch.stack([128 + 110 * torch.sin(plane / 23) for plane in planes], -1).byte()
 
 
-def write_film(path, frames, rate=24, first=0, sound=None, lossless=False):
-    """A video whose first frame has the number `first`, with 48000 samples a second, if any."""
+def write_film(path, frames, rate=24, sound=None, lossless=False):
+    """A video, with 48000 samples of sound a second, if any. Returns the path."""
     import av
 
     with av.open(str(path), "w") as container:
@@ -445,11 +393,12 @@ def write_film(path, frames, rate=24, first=0, sound=None, lossless=False):
             samples = (sound * 2**15).short().T.reshape(1, -1).contiguous().numpy()
             samples = av.AudioFrame.from_ndarray(samples, format="s16", layout="stereo")
             samples.sample_rate = 48000
-        codec, pixels = ("libx264rgb", "rgb24") if lossless else ("libx264", "yuv420p")
-        options = {"qp": "0"} if lossless else {"crf": "12"}
+        codec, pixels, options = ("libx264", "yuv420p", {"crf": "12"})
+        if lossless:
+            codec, pixels, options = ("libx264rgb", "rgb24", {"qp": "0"})
         stream = container.add_stream(codec, rate=rate, options=options)
         stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], pixels
-        for number, picture in enumerate(frames.numpy(), first):
+        for number, picture in enumerate(frames.numpy()):
             frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
             frame.pts = number
             container.mux(stream.encode(frame))
@@ -482,9 +431,6 @@ def read_video(path: str | Path) -> dict:
         return facts | {"frame_count": sum(1 for _ in container.decode(video))}
 
 
-_CAPABILITIES_V3 = 0x20080522
-
-
 def said_to_an_ordinary_user(function: Callable[[], object]) -> str:
     """The kind and text of what `function` raises in a fork without capabilities, which permissions bind also where the
     tests run as root. It must use no threads."""
@@ -492,7 +438,7 @@ def said_to_an_ordinary_user(function: Callable[[], object]) -> str:
     if not os.fork():
         said = "nothing was refused"
         try:
-            header = (ctypes.c_uint32 * 2)(_CAPABILITIES_V3, 0)
+            header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # version 3 of capabilities
             ctypes.CDLL(None).capset(header, (ctypes.c_uint32 * 6)())
             function()
         except BaseException as error:  # noqa: BLE001 - a fork must not go on with the tests

@@ -10,20 +10,15 @@ from conftest import ROOT, once
 GENERATE = "src/generate_ltx23.py"
 TP = 2
 SIZE = {"height": 64, "width": 64, "num_frames": 9, "two_stage": True}
-STAGE_2 = r"stage 2:\s+33%"  # on the terminal of a run that is in its second stage
 
 
 class Run(SimpleNamespace):
     """wanted: the bytes of the video; tensors: what --save-tensors wrote beside it."""
 
     def words(self, folder: Path, **flags) -> list[str]:
-        """The flags of the run, in a folder."""
-        own = {  # the prompt is encoded on the host, which is soonest
-            "spatial_upsampler_path": self.setup.assets.spatial_upsampler,
-            "prompt": "a red fox",
-            "output_path": folder / "fox.mp4",
-        }
-        return self.setup.words(**SIZE | own | flags)
+        """The flags of the run, in a folder; the prompt is encoded on the host, which is soonest."""
+        files = {"spatial_upsampler_path": self.setup.assets.spatial_upsampler, "output_path": folder / "fox.mp4"}
+        return self.setup.words(**SIZE | files | {"prompt": "a red fox"} | flags)
 
     def here(self, folder: Path, **flags) -> int:
         """Its exit code in this process, which has all imported."""

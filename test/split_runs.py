@@ -8,41 +8,35 @@ from types import SimpleNamespace
 import pytest
 import serving
 import torch
-from conftest import QUICK, once
+from conftest import QUICK, once, words
 
 from ltx_neuron.commands import dispatch
 
-SIZE = {"height": 64, "width": 128, "num_frames": 9, "two_stage": True}
-LINES = [  # both use one set of graphs; the second has a predicted length
-    {"prompt": "a red fox", **SIZE, "num_generated_keyframes": 1},
-    {"prompt": "birds sing", **SIZE, "num_frames": None, "num_generated_keyframes": 1},
-]
-LIMITS = 0.2, 0.4  # seconds of a predicted length: 9 frames
+FOX = {"prompt": "a red fox", "height": 64, "width": 128, "num_frames": 9, "two_stage": True}
+FOX |= {"num_generated_keyframes": 1}
+LINES = [FOX, FOX | {"prompt": "birds sing", "num_frames": None}]  # of one set of graphs; with a predicted length
+LIMITS = 0.2, 0.4  # seconds of it: 9 frames
 
 
 class Runs(SimpleNamespace):
-    """folder: the download; artifacts: those of LINES; wanted: the bytes of their videos; settings:
-    of the profile."""
+    """folder: the download; artifacts: those of LINES; out: the batch's; wanted: the bytes of its videos; settings: of
+    the profile."""
 
     settings = QUICK
-    # Those of the first line.
-    flags = ["--prompt", "a red fox", "--height", 64, "--width", 128, "--num-frames", 9, "--two-stage"]
-    flags += ["--num-generated-keyframes", 1]
 
     def words(self, verb: str, *more: object) -> list[str]:
-        words = [verb, "--checkpoint-path", self.folder, "--artifacts-dir", self.artifacts]
-        words += ["--profile", "cpu", "--tp-degree", serving.TP, "--dtype", "float32", "--recipe", "distilled"]
-        words += [word for setting in self.settings for word in ("--profile-set", setting)]
-        return [*map(str, [*words, *more])]
+        files = {"checkpoint_path": self.folder, "artifacts_dir": self.artifacts}
+        how = {"profile": "cpu", "tp_degree": serving.TP, "dtype": "float32", "recipe": "distilled"}
+        return [verb, *words(**files, **how, profile_set=QUICK), *map(str, more)]
 
 
 @pytest.fixture(scope="module")
 def runs(shared: Path, split) -> Runs:
-    runs = Runs(folder=split.folder, artifacts=shared / "split-artifacts")
+    runs = Runs(folder=split.folder, artifacts=shared / "split-artifacts", out=shared / "split-batch/out")
 
     def make(folder: Path) -> None:
         folder.mkdir()
-        dispatch(runs.words("prepare", *runs.flags))
+        dispatch(runs.words("prepare", *words(**FOX)))
         (folder / "jobs.jsonl").write_text("\n".join(map(json.dumps, LINES)))
         outputs = ["--output-dir", folder / "out", "--auto-duration", *LIMITS]
         dispatch(runs.words("batch", folder / "jobs.jsonl", *outputs))
@@ -50,6 +44,5 @@ def runs(shared: Path, split) -> Runs:
     threads = torch.get_num_threads()
     once(shared / "split-batch", make)
     torch.set_num_threads(threads)
-    runs.out = shared / "split-batch/out"
     runs.wanted = [path.read_bytes() for path in sorted(runs.out.glob("*.mp4"))]
     return runs

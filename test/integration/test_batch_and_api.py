@@ -1,5 +1,5 @@
-"""Batches and the Python API: models load once, results are those of single runs bit for bit,
-nothing is lost or left over."""
+"""Batches and the Python API, also as code for diffusers calls it: models load once, results are those of single runs
+bit for bit, nothing is lost or left over, and an error says what to type."""
 
 import json
 import math
@@ -7,28 +7,33 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from types import SimpleNamespace
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from batches import SIZE, TP, children, lines, opened, prepared, undisturbed, videos
-from helpers import exit_code, forked, read_video, rel
+from helpers import exit_code, forked, generator, read_video
 from jobs import make_job, replace
+from PIL import Image
 
+import ltx_neuron
 from ltx_neuron.backends import manifest
 from ltx_neuron.backends.torchdist.host import TorchDistRanks
 from ltx_neuron.batch import RESULTS
 from ltx_neuron.config.profiles import TRAINIUM2
-from ltx_neuron.denoise import StageRun
 from ltx_neuron.engine.preflight import compiled_memory
 from ltx_neuron.errors import UserError
+from ltx_neuron.format import print_once
 from ltx_neuron.job import Size
 from ltx_neuron.pipeline import LTXPipeline
 from ltx_neuron.plan import CoreMemory, compiled_activations
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.guidance import DEFAULTS
 
-OTHER = 0.1  # another prompt, seed or image changes latents by more than this
-BIRDS = {"prompt": "birds sing", **SIZE}
+CALL = {"prompt": "birds sing", **SIZE}
+LATENT = CALL | {"output_type": "latent"}
 # Milliseconds on an idle machine (benchmarks/second_call.md). Exporting head, block and tail, as
 # every call once did, takes more even at this size.
 SECONDS_TO_FIRST_STEP = 0.5
@@ -55,11 +60,9 @@ def api(setup, tiny):
 
 
 @pytest.fixture(scope="module")
-def checked(setup, tiny):
-    """One whose calls are checked against the memory of a trn2.3xlarge, on this CPU."""
-    on_a_cpu = ("backend=torchdist", "device=cpu", "compile_backend=export", "attention=sdpa")
-    with opened(setup, tiny, profile="trn2.3xlarge", profile_set=on_a_cpu) as pipe:
-        yield pipe
+def latents(api):
+    """Of the seeds 5, 6 and 7."""
+    return {seed: api(**LATENT, seed=seed).frames for seed in (5, 6, 7)}
 
 
 # --- batches -------------------------------------------------------------------------------------
@@ -67,11 +70,9 @@ def checked(setup, tiny):
 
 def test_a_batch_writes_every_video_in_order_and_loads_each_model_once(batch, tiny):
     entries, mp4s = json.loads((batch / "out" / RESULTS).read_text())["lines"], videos(batch)
-    assert [entry["line"] for entry in entries] == [1, 2, 3, 4, 5]
-    assert [entry["prompt"] for entry in entries] == [line["prompt"] for line in lines(tiny)]
-    assert {entry["status"] for entry in entries} == {"done"}
-    assert [entry["output"] for entry in entries] == list(mp4s) == [f"{n:04d}.mp4" for n in range(1, 6)]
-    for name in mp4s:
+    for number, (entry, line, name) in enumerate(zip(entries, lines(tiny), mp4s, strict=True), 1):
+        assert (entry["line"], entry["prompt"], entry["status"]) == (number, line["prompt"], "done")
+        assert entry["output"] == name == f"{number:04d}.mp4"
         assert (batch / "out" / name).with_suffix(".json").is_file()
         facts = read_video(batch / "out" / name)
         assert (facts["width"], facts["height"], facts["frame_count"]) == (64, 64, 9)
@@ -93,83 +94,137 @@ def test_a_batch_makes_the_bits_of_single_calls(batch, api, tiny, tmp_path):
         assert path.read_bytes() == videos(batch)[path.name], number
 
 
-# --- calls of the Python API ---------------------------------------------------------------------
+# --- what a call gives ----------------------------------------------------------------------------
 
 
-def latents_of(api, seed: int, **more) -> list[torch.Tensor]:
-    result = api(**BIRDS, output_type="latent", seed=seed, **more)
-    assert result.path is None
-    return [result.video_latent, result.audio_latent]
+def test_a_pipeline_has_diffusers_names_and_takes_torchs_dtypes(setup, tiny):
+    assert ltx_neuron.LTX2Pipeline is ltx_neuron.LTX2ImageToVideoPipeline is ltx_neuron.LTXPipeline is LTXPipeline
+    how = dict(gemma_root=tiny.gemma_root, artifacts_dir=setup.artifacts, profile="cpu", tp_degree=TP)
+    pipe = LTXPipeline.from_pretrained(tiny.checkpoint, **how, torch_dtype=torch.float32)
+    assert pipe.engine.workspace.dtype == torch.float32
+    assert pipe.engine.progress is True, "bars are shown in a notebook, too"
 
 
-def equal(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
-    return all(torch.equal(g, w) for g, w in zip(got, wanted, strict=True))
+def test_frames_are_batch_first_in_the_form_of_output_type(api):
+    default, array, tensor = (api(**CALL, seed=5, **how) for how in ({}, {"output_type": "np"}, {"output_type": "pt"}))
+    assert default.output_type == "pil"
+    with pytest.raises(AttributeError, match=r"no shape: .* np.stack\(result.frames\[0\]\)"):  # of the earlier array
+        _ = default.frames.shape
+    assert all(isinstance(frame, Image.Image) for frame in default.frames[0])
+    clip = np.stack(default.frames[0])
+    assert clip.shape == (9, 64, 64, 3) and clip.dtype == np.uint8 and clip.std() > 0
+    with pytest.warns(FutureWarning, match="batch first"):
+        values = array.frames
+    assert values.dtype == np.float32 and values.shape == (1, 9, 64, 64, 3) and 0 <= values.min() < values.max() <= 1
+    assert np.array_equal((values[0] * 255).round().astype(np.uint8), clip)
+    assert torch.equal(tensor.frames, torch.from_numpy(values).permute(0, 1, 4, 2, 3))
+    assert all(torch.equal(default.audio, other.audio) for other in (array, tensor))
+    assert default.audio.shape == (1, 2, 33 * 480) and default.audio.isfinite().all()  # 4 * 9 - 3 mel frames
+    assert (default.frame_rate, default.sample_rate) == (24.0, 48000)
+    frames, audio = api(**CALL, output_type="pt", return_dict=False, seed=5)
+    assert torch.equal(frames, tensor.frames) and torch.equal(audio, tensor.audio)
+    latent, sound = api(**LATENT, return_dict=False, seed=5)
+    assert latent.shape == (1, 128, 2, 2, 2) and sound.shape == (1, 8, 9, 16)
 
 
-def test_latents_follow_from_the_seed_or_the_generator(api):
-    first = latents_of(api, 5)
-    assert [tuple(latent.shape) for latent in first] == [(1, 128, 2, 2, 2), (1, 8, 9, 16)]
-    assert equal(latents_of(api, 5), first)
-    assert equal(latents_of(api, 99, generator=torch.Generator().manual_seed(5)), first)
-    assert rel(latents_of(api, 6)[0], first[0]) > OTHER
-    generator = torch.Generator().manual_seed(5)
-    assert equal(latents_of(api, 1, generator=generator), first)
-    assert not equal(latents_of(api, 1, generator=generator), first)  # drawn on from, not started anew
+def test_prompts_in_a_list_and_videos_per_prompt_have_seeds_that_count_up(api, latents):
+    assert torch.equal(api(**LATENT, seed=5, num_videos_per_prompt=3).frames, torch.cat([*latents.values()]))
+    texts = ["birds sing", "waves crash on the shore"]
+    two, other = (api(**LATENT | {"prompt": p}, seed=seed).frames for p, seed in ((texts, 5), (texts[1], 6)))
+    assert torch.equal(two, torch.cat([latents[5], other])) and not torch.equal(other, latents[6])
 
 
-def test_the_callback_hears_of_every_step_of_its_call_alone(api):
+def test_one_generator_draws_on_for_all_videos_or_a_list_has_one_for_each(api, latents):
+    call, generators = LATENT | {"num_videos_per_prompt": 2}, [generator(7), generator(5)]
+    assert torch.equal(api(**call, generator=generators).frames, torch.cat([latents[7], latents[5]]))
+    drawn = api(**call, generator=generator(5)).frames
+    assert torch.equal(drawn[:1], latents[5]) and not torch.equal(drawn[1:], latents[5])
+    with pytest.raises(UserError, match="got 1 for 2 videos"):
+        api(**call, generator=generators[:1])
+
+
+def test_a_pil_image_conditions_as_its_file_does(api, tiny, latents):
+    picture = Image.open(tiny.image)
+    file, *same = (api(**LATENT, seed=5, image=x).frames for x in (tiny.image, picture, [ImageCondition(picture)]))
+    assert all(torch.equal(image, file) for image in same) and not torch.equal(file, latents[5])
+
+
+def test_save_writes_the_file_of_output_path_and_numbers_several(api, tmp_path):
+    written = api(**CALL, output_type="mp4", output_path=tmp_path / "wanted.mp4", seed=5).path.read_bytes()
+    one, two = api(**CALL, seed=5), api(**CALL, seed=5, num_videos_per_prompt=2)
+    assert one.save(tmp_path / "one.mp4") == [tmp_path / "one.mp4"]
+    first, second = two.save(str(tmp_path / "two.mp4"))
+    assert (first.name, second.name) == ("two-1.mp4", "two-2.mp4")
+    assert (tmp_path / "one.mp4").read_bytes() == first.read_bytes() == written != second.read_bytes()
+    with pytest.raises(UserError, match="FILE.mp4"):
+        one.save(tmp_path / "out.mov")
+    with pytest.raises(UserError, match="output_type='latent' holds no frames"):
+        api(**LATENT).save(tmp_path / "out.mp4")
+
+
+def test_the_callback_hears_of_every_step_of_its_call_alone_and_learns_that_latents_are_elsewhere(api):
     heard = []
-    latents_of(api, 5, callback_on_step_end=lambda *step: heard.append(step))
-    latents_of(api, 5)
+    api(**LATENT, callback_on_step_end=lambda *step: heard.append(step))
+    api(**LATENT)
     sigmas = [1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875]
     assert [(pipe is api, step, timestep, info) for pipe, step, timestep, info in heard] == [
         (True, step, 1000 * sigma, {"stage": "stage_1", "sigma": sigma}) for step, sigma in enumerate(sigmas)
     ]
+    with pytest.raises(UserError, match="'latents'.: known: stage, sigma. Latents stay"):
+        api(**CALL, callback_on_step_end=lambda pipe, step, t, values: values["latents"])
+
+
+def test_devices_offloading_and_tiling_have_no_effect_and_one_note_each(api, capsys):
+    print_once.cache_clear()
+    for _ in range(2):
+        assert api.to("cuda").enable_model_cpu_offload() is api
+        api.enable_sequential_cpu_offload()
+        api.enable_vae_tiling()
+        api.vae.enable_tiling()
+        api.vae.to(torch.float32)
+    words = "to enable_model_cpu_offload enable_sequential_cpu_offload enable_vae_tiling enable_tiling"
+    assert [line.split()[1] for line in capsys.readouterr().err.splitlines()] == words.split()
+
+
+# --- what a call does not do again ----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checked(setup, tiny):
+    """A pipeline whose calls are checked against the memory of a trn2.3xlarge, on this CPU."""
+    on_a_cpu = ("backend=torchdist", "device=cpu", "compile_backend=export", "attention=sdpa")
+    with opened(setup, tiny, profile="trn2.3xlarge", profile_set=on_a_cpu) as pipe:
+        yield pipe
 
 
 @pytest.fixture
-def counted(monkeypatch):
-    """How often each of these was called."""
-    counts = {"export": 0, "hash a file": 0, "load on the ranks": 0}
-
-    def count(owner, name: str, what: str) -> None:
-        original = getattr(owner, name)
-
-        def counting(*args, **kwargs):
-            counts[what] += 1
-            return original(*args, **kwargs)
-
-        monkeypatch.setattr(owner, name, counting)
-
-    # Compiling, in this process, has hashed the files already; a user's call comes later.
-    monkeypatch.setattr(manifest, "_digests", {})
-    count(torch.export, "export", "export")
-    count(manifest.hashlib, "file_digest", "hash a file")
-    count(TorchDistRanks, "load", "load on the ranks")
-    return counts
+def calls():
+    """Of what takes long."""
+    hashlib, load = manifest.hashlib, TorchDistRanks.load
+    with (
+        # Compiling, in this process, has hashed the files already; a user's call comes later.
+        mock.patch.object(manifest, "_digests", {}),
+        mock.patch.object(torch.export, "export", wraps=torch.export.export) as export,
+        mock.patch.object(hashlib, "file_digest", wraps=hashlib.file_digest) as digest,
+        mock.patch.object(TorchDistRanks, "load", autospec=True, side_effect=load) as load,
+    ):
+        yield SimpleNamespace(export=export, digest=digest, load=load)
 
 
-def test_a_second_call_exports_hashes_and_loads_nothing(checked, counted, monkeypatch):
-    began, step = [], StageRun.step
-
-    def noting(self, number):
-        began.append(time.perf_counter())
-        return step(self, number)
-
-    monkeypatch.setattr(StageRun, "step", noting)
-    first = checked("rain", **SIZE, output_type="latent")
-    assert counted["load on the ranks"] == 2 and counted["hash a file"] > 0  # the counters count
-    assert counted["export"] == 0
-    counted.update(dict.fromkeys(counted, 0))
-    began.clear()
+def test_a_second_call_exports_hashes_and_loads_nothing(checked, calls):
+    steps = []
+    first = checked(**LATENT)
+    assert calls.load.call_count == 2 and calls.digest.called and not calls.export.called
+    for each in vars(calls).values():
+        each.reset_mock()
     called, before = time.perf_counter(), children()
-    second = checked("rain", **SIZE, output_type="latent")
-    assert counted == dict.fromkeys(counted, 0) and children() == before
-    assert began[0] - called < SECONDS_TO_FIRST_STEP
+    second = checked(**LATENT, callback_on_step_end=lambda *_: steps.append(time.perf_counter()))
+    assert not any(each.called for each in vars(calls).values()) and children() == before
+    assert steps[0] - called < SECONDS_TO_FIRST_STEP
     assert torch.equal(first.video_latent, second.video_latent)
 
 
-def test_a_device_too_small_is_refused_from_the_manifests_alone(checked, counted, monkeypatch):
+def test_a_device_too_small_is_refused_from_the_manifests_alone(checked, calls, monkeypatch):
     """What is compared is what was counted when compiling; the plan, which exports graphs, is
     asked only then, for a size that fits."""
     workspace, job = checked.engine.workspace, make_job("rain", Size(**SIZE))
@@ -186,7 +241,10 @@ def test_a_device_too_small_is_refused_from_the_manifests_alone(checked, counted
         monkeypatch.setattr(workspace, "profile", replace(workspace.profile, chip=chip))
         with pytest.raises(UserError, match="needs .* GB a core") if exports else nullcontext():
             checked.engine.preflight._check_fits(memory, job)
-        assert bool(counted["export"]) == exports
+        assert calls.export.called == exports
+
+
+# --- mistakes -------------------------------------------------------------------------------------
 
 
 class OfAGpu(torch.Generator):
@@ -198,6 +256,9 @@ class OfAGpu(torch.Generator):
 MISTAKES = {
     "output_type: unknown 'gif'; known: pil, np, pt, latent, mp4": dict(output_type="gif"),
     "output_path": dict(output_type="mp4"),
+    r"one path for 2 videos.* type result.save\('a.mp4'\)": dict(
+        num_videos_per_prompt=2, output_type="mp4", output_path="a.mp4"
+    ),
     "the distilled recipe takes no video_cfg_guidance_scale": dict(guidance=DEFAULTS),
     "absent.png: no such file": dict(image="absent.png"),
     "image: got 5, wanted an instance of ImageCondition": dict(image=5),
@@ -207,55 +268,74 @@ MISTAKES = {
     "output_path: got 5, wanted str or Path": dict(output_path=5),
 }
 MISTAKES_OF_OPENING = {
-    "dtype: unknown 'float16'; known: bfloat16, float32": dict(dtype="float16"),
+    "dtype: unknown 'float16'; known: bfloat16, float32": dict(torch_dtype=torch.float16),
     "recipe: unknown 'slow'; known: distilled, dev": dict(recipe="slow"),
     "compat: unknown '1.0'; known: None, ltx-core-1.0.0": dict(compat="1.0"),
     "tp_degree: got '2', wanted int": dict(tp_degree="2"),
 }
+# Words of diffusers, and a misspelled one.
+UNKNOWN = {
+    "guidance_scale .* video_cfg_guidance_scale=3.0, with recipe='dev'": dict(guidance_scale=3.0),
+    "callback_on_step_end_tensor_inputs .* latents stay on the ranks": dict(callback_on_step_end_tensor_inputs=[]),
+    "fps .* frame_rate=24.0": dict(fps=24),
+    r"num_frame'; did you mean num_frames\?": dict(num_frame=9),
+}
+UNKNOWN_OF_OPENING = {
+    "pretrained_model_name_or_path .* here: checkpoint_path=": dict(pretrained_model_name_or_path="a"),
+    "device_map .* profile='trn2.3xlarge'": dict(device_map="auto"),
+    "revision .* checkpoint_path='OWNER/REPO@REVISION'": dict(revision="main"),
+    r"gema_root'; did you mean gemma_root\?": dict(gema_root="gemma"),
+}
+UNKNOWN_ATTRIBUTES = {
+    r"loras=\[\('FILE', 1.0\)\], in from_pretrained or in a call; prepare --lora": "load_lora_weights",
+    "scheduler .* sampler= of a call": "scheduler",
+    "vocoder .* result.sample_rate": "vocoder",
+    r"engin'; did you mean engine\?": "engin",
+}
 
 
 def test_mistakes_are_plain_words_and_leave_the_models_loaded(api, tiny):
-    before = children()
-    for message, wrong in MISTAKES.items():
-        with pytest.raises(UserError) as error:
-            api(**BIRDS | wrong)
-        assert message in str(error.value)
-    for message, wrong in MISTAKES_OF_OPENING.items():
-        with pytest.raises(UserError) as error:
-            LTXPipeline.from_pretrained(checkpoint_path=tiny.checkpoint, gemma_root=tiny.gemma_root, **wrong)
-        assert message in str(error.value)
+    before, files = children(), dict(checkpoint_path=tiny.checkpoint, gemma_root=tiny.gemma_root)
+    for error, rows, use in (
+        (UserError, MISTAKES, lambda wrong: api(**CALL | wrong)),
+        (TypeError, UNKNOWN, lambda wrong: api(**CALL | wrong)),
+        (UserError, MISTAKES_OF_OPENING, lambda wrong: LTXPipeline.from_pretrained(**files, **wrong)),
+        (TypeError, UNKNOWN_OF_OPENING, lambda wrong: LTXPipeline.from_pretrained(**files, **wrong)),
+        (AttributeError, UNKNOWN_ATTRIBUTES, lambda name: getattr(api, name)),
+    ):
+        for message, wrong in rows.items():
+            with pytest.raises(error, match=message):
+                use(wrong)
     assert children() == before
 
 
-def test_threads_get_their_own_answers(api):
-    seeds = (5, 6, 7)
-    wanted, heard = [latents_of(api, seed) for seed in seeds], {seed: [] for seed in seeds}
-
-    def call(seed: int) -> list[torch.Tensor]:
-        return latents_of(api, seed, callback_on_step_end=lambda pipe, step, *_: heard[seed].append(step))
-
-    with ThreadPoolExecutor(len(seeds)) as pool:
-        got = list(pool.map(call, seeds))
-    assert all(map(equal, got, wanted)) and heard == {seed: [*range(8)] for seed in seeds}
+# --- threads, callbacks and processes -------------------------------------------------------------
 
 
-def test_a_pipeline_refuses_its_own_callback_and_the_call_goes_on(api):
-    refused = []
+def test_threads_get_their_own_answers(api, latents):
+    heard = {seed: [] for seed in latents}
 
+    def call(seed: int) -> torch.Tensor:
+        note = lambda pipe, step, *_: heard[seed].append(step)  # noqa: E731
+        return api(**LATENT, seed=seed, callback_on_step_end=note).frames
+
+    with ThreadPoolExecutor(len(latents)) as pool:
+        assert all(map(torch.equal, pool.map(call, latents), latents.values()))
+    assert heard == {seed: [*range(8)] for seed in latents}
+
+
+def test_a_pipeline_refuses_its_own_callback_and_the_call_goes_on(api, latents):
     def call_again(pipe, *_):
-        for again in (lambda: latents_of(pipe, 6), pipe.close):
-            with pytest.raises(UserError) as error:
+        for again, what in ((lambda: pipe(**LATENT), "call"), (pipe.close, "close")):
+            with pytest.raises(UserError, match=f"^{what} inside a call of the same pipeline"):
                 again()
-            refused.append(str(error.value))
 
-    assert equal(latents_of(api, 5, callback_on_step_end=call_again), latents_of(api, 5))
-    for message, what in zip(refused, ("call", "close"), strict=False):
-        assert message.startswith(f"{what} inside a call of the same pipeline")
+    assert torch.equal(api(**LATENT, seed=5, callback_on_step_end=call_again).frames, latents[5])
 
 
-def test_a_call_loads_again_after_a_close_in_another_thread_or_an_error_in_a_callback(api):
+def test_a_call_loads_again_after_a_close_in_another_thread_or_an_error_in_a_callback(api, latents):
     """close() waits for the call."""
-    closing, wanted, before = [], latents_of(api, 5), children()
+    closing, before = [], children()
 
     def close(pipe, step, *_):
         if step == 0:
@@ -266,25 +346,25 @@ def test_a_call_loads_again_after_a_close_in_another_thread_or_an_error_in_a_cal
     def stop(*_):
         raise KeyboardInterrupt
 
-    assert equal(latents_of(api, 5, callback_on_step_end=close), wanted)
+    assert torch.equal(api(**LATENT, seed=5, callback_on_step_end=close).frames, latents[5])
     closing[0].join()
     assert len(before - children()) == TP
-    assert equal(latents_of(api, 5), wanted)
+    assert torch.equal(api(**LATENT, seed=5).frames, latents[5])
     before = children()
     with pytest.raises(KeyboardInterrupt):
-        latents_of(api, 5, callback_on_step_end=stop)
+        api(**LATENT, callback_on_step_end=stop)
     assert len(before - children()) == TP
-    assert equal(latents_of(api, 5), wanted)
+    assert torch.equal(api(**LATENT, seed=5).frames, latents[5])
 
 
-def test_a_forked_process_is_told_to_be_spawned_and_leaves_the_ranks_alone(api, capfd):
+def test_a_forked_process_is_told_to_be_spawned_and_leaves_the_ranks_alone(api, latents, capfd):
     """It would wait for ever for ranks that answer its parent."""
-    wanted, before = latents_of(api, 5), children()
+    before = children()
 
     def use() -> None:
         with pytest.raises(UserError, match="was forked from process .* Start processes with"):
-            latents_of(api, 5)
+            api(**LATENT)
         api.close()
 
     assert exit_code(forked(use)) == 0, capfd.readouterr().err
-    assert children() == before and equal(latents_of(api, 5), wanted)
+    assert children() == before and torch.equal(api(**LATENT, seed=5).frames, latents[5])

@@ -1,6 +1,8 @@
 """The five scripts, run as a user runs them, and engines, against records of ltx-pipelines (records.py). Other
 degrees, sizes and models, dubbing, voices and bfloat16: test/slow/test_golden.py."""
 
+import wave
+
 import golden_runs
 import pytest
 import torch
@@ -12,8 +14,11 @@ from records import FOLDER
 from safetensors import safe_open
 
 from ltx_neuron.artifacts import build
+from ltx_neuron.engine.resume import restore_state, save_state
 from ltx_neuron.errors import UserError
-from ltx_neuron.report.recorder import PHASES
+from ltx_neuron.job import Size
+from ltx_neuron.pipeline import LTXPipeline
+from ltx_neuron.report.recorder import PHASES, Recorder
 from ltx_neuron.sampling.compat import FOLLOWED
 
 runs, text_to_video = golden_runs.runs, golden_runs.text_to_video  # fixtures
@@ -21,15 +26,13 @@ runs, text_to_video = golden_runs.runs, golden_runs.text_to_video  # fixtures
 # Records that one test alone reads.
 OF_ONE_TEST = {"diffusion_decoder": "1.2.0", "duration_head": "1.2.0", "ltx25_stage_1": "1.2.0"}
 OF_ONE_TEST |= {"diffusion_keyframes": FOLLOWED}
+DIVIDED = dict(tp=2, blocks=2, settings=("sequence_parallel=true",))
 
 
 def test_records_are_of_the_release_that_the_project_follows_or_of_the_one_in_their_name():
     """After a change of FOLLOWED: python -m golden."""
     named = {name: name.partition("_of_")[2].replace("_", ".") or FOLLOWED for name in JOBS}
-    releases = {}
-    for path in FOLDER.iterdir():
-        with safe_open(path, "pt") as file:
-            releases[path.stem] = file.metadata()["release"]
+    releases = {path.stem: safe_open(path, "pt").metadata()["release"] for path in FOLDER.iterdir()}
     assert releases == named | OF_ONE_TEST
 
 
@@ -57,15 +60,10 @@ def test_an_image_held_in_part_equals_ltx_pipelines_of_each_release(runs):
 
 def test_a_single_frame_equals_ltx_pipelines_and_is_a_file_of_one_picture_with_sound(runs, tmp_path):
     job, engine = runs.job("single_frame"), runs.engine(blocks=None)
-    build.make(engine.workspace, engine.workspace.weight_sets("dit"))
-    build.make(engine.workspace, engine.workspace.dit_graphs(job.buckets))
-    (result,) = engine.run([job])
+    result = runs.made(job, engine, encoded=True)
     assert_is_recorded("single_frame", result.tensors)
     result.clip().write(tmp_path / "one.mp4")
     assert_has_the_size_of_the_job(tmp_path / "one.mp4", job)
-
-
-DIVIDED = dict(tp=2, blocks=2, settings=("sequence_parallel=true",))
 
 
 @pytest.mark.parametrize(
@@ -79,7 +77,7 @@ DIVIDED = dict(tp=2, blocks=2, settings=("sequence_parallel=true",))
 )
 def test_a_recipe_equals_ltx_pipelines(runs, name, ranks):
     """Of a guided stage every pass of the first step, too."""
-    assert_is_recorded(name, runs.run(runs.engine("four", **ranks), runs.job(name), passes=JOBS[name].passes))
+    assert_is_recorded(name, runs.generate(name, **ranks))
     if ranks:
         runs.engine("four", **ranks).close()
 
@@ -104,16 +102,12 @@ def test_a_job_equals_ltx_pipelines(runs, name):
 # --- what a record does not show ------------------------------------------------------------------
 
 
-def source_frames(got: dict, stream: str) -> list[int]:
-    """Which latent frames are the file's, bit for bit."""
-    latent, source = got[f"s1_{stream}"], got[f"{stream}_latent"]
-    return [i for i in range(latent.shape[2]) if torch.equal(latent[:, :, i], source[:, :, i])]
-
-
 def test_a_retake_keeps_what_is_outside_its_seconds_and_makes_a_sound_where_there_is_none(runs):
     got = runs.generate("retake")
-    assert source_frames(got, "video") == [0, 2]
-    assert source_frames(got, "audio") == [*range(3), *range(6, 21)]  # 40 ms each, from -30 ms on
+    kept = {"video": [0, 2], "audio": [*range(3), *range(6, 21)]}  # sound is 40 ms each, from -30 ms on
+    for stream, frames in kept.items():
+        same = (got[f"s1_{stream}"] == got[f"{stream}_latent"]).movedim(2, 0).flatten(1).all(1)
+        assert same.nonzero().flatten().tolist() == frames
     # Zeros are kept behind a sound that ends early.
     assert (runs.generate("retake_short_sound")["audio_latent"][:, :, -1] == 0).all()
     assert "audio_latent" not in runs.generate("retake_without_sound")
@@ -137,7 +131,7 @@ def test_a_scaled_reference_has_fewer_tokens_and_a_tile_over_the_canvas_changes_
 
 def test_what_a_tail_leaves_is_the_beginning_of_the_longer_video(runs):
     """Of masked references behind a guide in the last kept frame, in two stages."""
-    assert_tail_is_cut(runs.engine(), runs.job("ic_lora"))
+    assert_tail_is_cut(runs, runs.engine(), runs.job("ic_lora"))
 
 
 def test_guidance_of_other_terms_runs_on_the_same_graphs_and_its_defaults_are_the_model_versions(runs):
@@ -150,12 +144,55 @@ def test_guidance_of_other_terms_runs_on_the_same_graphs_and_its_defaults_are_th
 
 def test_two_guidance_groups_make_the_bits_of_one_and_go_on_as_one(runs, capfd):
     """Of each pass, too, whose predictions the groups send each other."""
-    job, two = runs.job("guided"), runs.engine("four", settings=("guidance_parallel=2",))
-    alone = runs.run(runs.engine("four"), job, passes=True)
+    alone, two = runs.generate("guided"), runs.engine("four", settings=("guidance_parallel=2",))
     for dies in (True, False):
-        got = runs.run(two, job, passes=True)
+        got = runs.run(two, runs.job("guided"), passes=True)
         assert {name for name in alone if not torch.equal(got[name], alone[name])} == set()
         if dies:
             two.residency.ranks.groups[2]._processes[0].kill()
     assert "group 2 lost after stage 1 (rank 0 of 1 failed: the process" in capfd.readouterr().err
     two.close()
+
+
+# --- sound alone ----------------------------------------------------------------------------------
+
+
+def test_a_sound_beside_a_video_in_a_batch_is_its_single_run_bit_for_bit(runs):
+    alone, engine = runs.job("sound_alone"), runs.engine()
+    video = replace(alone, size=Size(64, 64, 9), sound_only=False)
+    single = {True: runs.generate("sound_alone"), False: runs.made(video, decode=False).tensors}
+    engine.close()
+    for jobs in ([alone], [video, alone], [alone, video]):  # a part of the weights, then all
+        for result in engine.run(jobs, keep=True, decode=False):
+            got, wanted = (
+                {name: x for name, x in tensors.items() if name.startswith("s1_")}
+                for tensors in (result.tensors, single[result.job.sound_only])
+            )
+            assert got.keys() == wanted.keys() and all(torch.equal(got[name], wanted[name]) for name in got)
+
+
+def test_a_sound_is_resumed_to_the_same_wav_and_the_python_api_gives_its_waveform(runs, tmp_path):
+    job, engine, state = runs.job("sound_alone"), runs.engine(), tmp_path / "out.resume.safetensors"
+    first, second = tmp_path / "first.wav", tmp_path / "second.wav"
+    runs.made(job, on_stage_end=lambda run: save_state(state, run, {}), write=lambda clip: clip.write(first))
+    run = restore_state(state, job, {}, torch.float32)
+    assert run.left == "the decoding is left"
+    engine.recorder = engine.residency.recorder = Recorder()
+    runs.made(job, resume=lambda job: run, write=lambda clip: clip.write(second))
+    assert first.read_bytes() == second.read_bytes()
+    names = [phase["name"] for phase in engine.recorder.report({}, "cpu", 1, {}, {})["phases"]]
+    assert names == ["decode_audio"]
+
+    pipe, size = LTXPipeline(engine, "dev"), dict(num_frames=job.size.num_frames, frame_rate=job.size.frame_rate)
+    call = size | dict(prompt=job.prompt, seed=job.seed, num_inference_steps=job.num_inference_steps)
+    call |= dict(guidance=job.guidance, negative_prompt=job.negative_prompt, sound_only=True)
+    output, latent = pipe(**call), pipe(**call, output_type="latent")
+    assert output.frames is latent.video_latent is None
+    assert torch.equal(latent.audio_latent, runs.generate("sound_alone")["s1_audio"])
+    assert torch.equal(output.audio[0], engine.host.decode_audio(latent.audio_latent))
+    assert pipe(**call, output_type="wav", output_path=tmp_path / "out.wav").path.read_bytes() == first.read_bytes()
+    with wave.open(str(first)) as file:
+        assert file.getnframes() == output.audio.shape[2]
+        assert file.getnframes() / file.getframerate() == pytest.approx(1.0, abs=0.05)
+    with pytest.raises(UserError, match="output_type: unknown 'mp4'; known: pil, np, pt, latent, wav"):
+        pipe(**call, output_type="mp4", output_path=tmp_path / "out.mp4")

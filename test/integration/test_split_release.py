@@ -1,5 +1,5 @@
 """A batch and the Python API make the same bytes with LTX-2.5, from a folder in the layout of the
-download. The service and resumed runs: test/slow/test_split_release.py."""
+download. The service and resumed runs: test/slow/test_split_release.py and test_dfr.py."""
 
 import json
 
@@ -25,17 +25,9 @@ def test_a_batchs_sidecars_have_the_sampler_the_decoder_and_the_files(runs):
 
 def test_the_python_api_makes_the_bytes_of_the_batch(runs, split, tmp_path):
     names = ("video_vae", "audio_vae", "spatial_upsampler", "duration_head")
-    with LTXPipeline.from_pretrained(
-        checkpoint_path=split.distilled,
-        gemma_root=split.text_encoder,
-        **{f"{name}_path": getattr(split, name) for name in names},
-        artifacts_dir=runs.artifacts,
-        profile="cpu",
-        profile_set=runs.settings,
-        tp_degree=serving.TP,
-        dtype="float32",
-        neuron_gemma=False,
-    ) as pipe:
+    files = {f"{name}_path": getattr(split, name) for name in names} | {"gemma_root": split.text_encoder}
+    how = dict(profile="cpu", profile_set=runs.settings, tp_degree=serving.TP, dtype="float32")
+    with LTXPipeline.from_pretrained(split.distilled, **files, artifacts_dir=runs.artifacts, **how) as pipe:
         for line, limits, wanted in zip(LINES, (None, LIMITS), runs.wanted, strict=True):
             path = tmp_path / "out.mp4"
             pipe(**line, auto_duration=limits, output_type="mp4", output_path=path)

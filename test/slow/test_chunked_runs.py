@@ -1,32 +1,23 @@
-"""A chunked clip of one window, and the memory of one of many."""
+"""The memory of a chunked clip of many windows."""
 
-import chunked_clips
-import torch
-from chunked_clips import BLEND, CARRY, WINDOW, clip, made
+import golden_runs
+from chunked_clips import CARRY, WINDOW, clip
 from helpers import one_thread, read_video  # noqa: F401
-from jobs import replace
 
 from ltx_neuron.report.recorder import Recorder
 
-engine_of = chunked_clips.engine_of  # fixture
+runs = golden_runs.runs  # a fixture
 GROWTH = 1.05  # what allocators keep, and the index of the MP4
 
 
-def test_a_clip_that_fits_one_window_has_the_bits_of_the_plain_one(engine_of):
-    plain = replace(clip(25), chunk_pixel_frames=None, chunk_carry_frames=None, chunk_blend_frames=None, chunked=False)
-    one, wanted = (made(engine_of, job) for job in (clip(25), plain))
-    assert one.tensors.keys() == wanted.tensors.keys()
-    assert all(torch.equal(x, wanted.tensors[name]) for name, x in one.tensors.items())
-
-
-def test_forty_windows_need_no_more_memory_than_four(engine_of, tmp_path):
+def test_forty_windows_need_no_more_memory_than_four(runs, tmp_path):
     def peak(windows: int) -> int:
         """The peak of this process and its ranks, in bytes."""
         job = clip(WINDOW + (WINDOW - CARRY) * (windows - 1))
-        assert len(job.windows) == windows and BLEND
-        engine = engine_of(job)
+        assert len(job.windows) == windows
+        engine = runs.engine()
         engine.recorder = engine.residency.recorder = Recorder()
-        made(engine_of, job, write=lambda clip: clip.write(tmp_path / "long.mp4"))
+        runs.made(job, write=lambda clip: clip.write(tmp_path / "long.mp4"))
         assert read_video(tmp_path / "long.mp4")["video_seconds"] == job.size.seconds
         phases = engine.recorder.report({}, "cpu", 1, {}, {})["phases"]
         return max(phase["peak_rss_bytes"] for phase in phases)

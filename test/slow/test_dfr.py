@@ -6,10 +6,9 @@ import os
 import signal
 from functools import partial
 
-import av
 import pytest
 import torch
-from helpers import randn, rel, run_program
+from helpers import generator, randn, read_video, rel, run_program
 from jobs import make_job
 from ltx25_step import CONFIG, contexts, weights
 from safetensors.torch import load_file, save_file
@@ -34,12 +33,9 @@ from ltx_neuron.weights.tensorfile import TensorFile
 # at 48, 96, 144, and new ones at 24, 72, 120. The windows are two segments and one.
 SEED, IMAGE = 7, ImageCondition("", 40, 0.6, 18)  # the frame 80 of the round's clip
 SIGMAS = 0.975, 0.909375, 0.725, 0.421875, 0.0
-GIVEN = {
-    "s1_audio": randn(1, 8, 76, 16, seed=1),
-    "s2_video": randn(1, 128, 10, 2, 2, seed=2),
-    "s2_generated_keyframes": randn(1, 128, 3, 2, 2, seed=3),  # of frames 48, 96, 144
-    "temporal_video": randn(1, 128, 19, 2, 2, seed=4),
-}
+GIVEN = {"s1_audio": randn(1, 8, 76, 16, seed=1), "s2_video": randn(1, 128, 10, 2, 2, seed=2)}
+GIVEN |= {"s2_generated_keyframes": randn(1, 128, 3, 2, 2, seed=3)}  # of frames 48, 96, 144
+GIVEN |= {"temporal_video": randn(1, 128, 19, 2, 2, seed=4)}
 PICTURE = randn(1, 128, 1, 2, 2, seed=5)
 # By release: the recipe, the frame rate that the model sees, the first latent of the clip's end that
 # window 2 owns; and for each window its first frame, its latents, how many it holds, the frames of
@@ -58,8 +54,7 @@ def program_of(bucket: Bucket):
 def rendered(recipe: str) -> torch.Tensor:
     """The round's latents (1, 128, 19, 2, 2) by the project's own stages."""
     size, inputs = Size(64, 64, 73, 24.0, two_stage=True), dict(recipe=recipe, dfr=True, temporal_upsample_rounds=1)
-    job, tensors = make_job("", size, SEED, images=(IMAGE,), **inputs), dict(GIVEN)
-    generator = torch.Generator().manual_seed(SEED)
+    job, tensors, noise = make_job("", size, SEED, images=(IMAGE,), **inputs), dict(GIVEN), generator(SEED)
     for stage in job.stages[2:]:
         bucket, of = job.bucket(stage), job.of(stage)
         program = program_of(bucket)
@@ -67,7 +62,7 @@ def rendered(recipe: str) -> torch.Tensor:
         run = StageRun(ranks, CompiledStep(bucket, program), CONFIG, torch.float32, table, COMPAT[None])
         texts = [Contexts(*contexts(), torch.ones(1, 1024), None)]
         images = [(image, PICTURE) for image in of.images]
-        run.prepare(of, stage, texts, starting_states(job, stage, tensors, images, torch.float32), generator)
+        run.prepare(of, stage, texts, starting_states(job, stage, tensors, images, torch.float32), noise)
         run.start()
         for number in range(stage.steps):
             run.step(number)
@@ -136,7 +131,7 @@ def looped(release: str) -> torch.Tensor:
     _, fps, owned, windows = RELEASES[release]
     clip, stills = GIVEN["temporal_video"], GIVEN["s2_generated_keyframes"].split(1, dim=2)
     planes = dict(zip((48, 96, 144), stills, strict=True))
-    initial, done = torch.Generator().manual_seed(SEED), []
+    initial, done = generator(SEED), []
     for number, (start, count, held, given, new, image, sounds) in enumerate(windows):
         video, times = clip[:, :, start // 8 : start // 8 + count].clone(), [(0, 1)]
         times += [(8 * k - 7, 8 * k + 1) for k in range(1, count)]
@@ -160,7 +155,7 @@ def looped(release: str) -> torch.Tensor:
         if sounds:
             torch.randn(1, sounds, 128, generator=initial)
         x = mask * (0.025 * x + 0.975 * noise) + (1 - mask) * clean
-        added = torch.Generator().manual_seed(SEED + 1000 + number)
+        added = generator(SEED + 1000 + number)
         for sigma, end in zip(SIGMAS, SIGMAS[1:], strict=False):
             x0 = predicted(x, clean, mask, where, marked, sound, sigma)
             if end == 0:
@@ -213,9 +208,8 @@ def test_a_job_that_is_killed_in_a_window_is_resumed_to_the_same_bytes(split, tm
     assert tensors["final_video"].shape == (1, 128, 5, 2, 4)
     assert torch.equal(tensors["s2_reference_latent"], tensors["s1_video"])
     assert torch.equal(tensors["final_audio"], tensors["s1_audio"])
-    with av.open(tmp_path / "whole.mp4") as file:
-        frames = sum(1 for _ in file.decode(video=0))
-        assert (frames, file.streams.video[0].average_rate) == (33, 48)
+    facts = read_video(tmp_path / "whole.mp4")
+    assert (facts["frame_count"], facts["frame_rate"]) == (33, 48)
     described = json.loads((tmp_path / "whole.json").read_text())
     assert described["sigmas"]["stage_3"] == pytest.approx(SIGMAS)
     step = StageRun.step

@@ -2,18 +2,18 @@
 job that is killed (-9) where each of its files gets its name."""
 
 import json
-import os
 import re
 import shlex
 import shutil
 import signal
 import subprocess
+import time
 
 import pytest
 import warm_python
 from conftest import ROOT, SCRIPT_SECONDS
-from helpers import allowed, ended, picture_frames, shared_memories, started, tone, unhurried, wait_for, write_film
-from runs import STAGE_2, TP, undisturbed
+from helpers import allowed, ended, picture_frames, shared_memories, tone, wait_for, write_film
+from runs import GENERATE, TP, undisturbed
 from safetensors.torch import load_file
 
 from ltx_neuron.commands import dispatch
@@ -27,23 +27,37 @@ def run(scripts, tiny, shared):
     return undisturbed(scripts, tiny, shared)
 
 
+# A script that gets a signal in stage 2. Beforehand it writes to a file when, and which processes its ranks are.
+INTERRUPTED = """
+import json, os, runpy, sys, time
+from pathlib import Path
+from ltx_neuron.denoise import StageRun
+kind, file, *sys.argv = sys.argv[1:]
+step = StageRun.step
+def interrupted(run, number):
+    if run.stage.title == "stage 2" and number == 1:
+        Path(file).write_text(json.dumps([time.monotonic(), [process.pid for process in run.ranks._processes]]))
+        os.kill(os.getpid(), int(kind))
+    return step(run, number)
+StageRun.step = interrupted
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 @pytest.mark.parametrize(
-    ("disturb", "code", "message"),
-    [
-        (lambda host, ranks: os.kill(host, signal.SIGINT), 130, "interrupted"),
-        (lambda host, ranks: os.kill(host, signal.SIGTERM), 143, "terminated"),
-    ],
-    ids=["Ctrl-C", "SIGTERM"],
+    ("kind", "code", "message"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
 )
-def test_a_run_that_is_ended_in_stage_2_ends_soon_and_keeps_stage_1(run, tmp_path, disturb, code, message):
-    before = shared_memories()
-    process, ranks = started(unhurried(run.command(tmp_path), "stage 2"), STAGE_2)
-    assert len(ranks) == TP
-    disturb(process.pid, ranks)
-    printed = process.communicate(timeout=allowed(SOON))[1]
-    assert "Traceback" not in printed and "the same command with --resume" in printed
-    assert message in printed and process.returncode == code and ended(ranks)
-    assert "fox" + SUFFIX in {path.name for path in tmp_path.iterdir()} <= {"fox" + SUFFIX, "fox.failure.log"}
+def test_a_run_that_is_ended_in_stage_2_ends_soon_and_keeps_stage_1(run, tmp_path, kind, code, message):
+    before, out = shared_memories(), tmp_path / "out"
+    out.mkdir()
+    python, *words = run.command(out)
+    command = [python, "-c", INTERRUPTED, str(int(kind)), tmp_path / "ended", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SCRIPT_SECONDS)
+    ended_at, ranks = json.loads((tmp_path / "ended").read_text())
+    assert time.monotonic() - ended_at < allowed(SOON) and len(ranks) == TP and ended(ranks)
+    assert "Traceback" not in done.stderr and "the same command with --resume" in done.stderr
+    assert message in done.stderr and done.returncode == code
+    assert "fox" + SUFFIX in {path.name for path in out.iterdir()} <= {"fox" + SUFFIX, "fox.failure.log"}
     wait_for(lambda: shared_memories() <= before, allowed(SOON))
 
 
@@ -107,25 +121,23 @@ def test_a_dub_killed_at_each_file_leaves_nothing_behind_and_is_resumed_to_the_s
 
     def run(folder, *hook, **more) -> int:
         files = {"output_path": folder / "a.mp4", "save_tensors": folder / "a.safetensors"}
-        command = setup.command("src/generate_ltx23.py", **flags, **files, **more)
+        command = setup.command(GENERATE, **flags, **files, **more)
         command = [str(tmp_path / "killed.py"), str(folder), *hook, *command] if hook else command
         folder.mkdir(exist_ok=True)
-        with open(tmp_path / "printed", "w") as file:
-            process = warm_python.begun(command, ROOT, file, file)
-            process.join(SCRIPT_SECONDS)
-        return process.exitcode
+        done = warm_python.run(command, ROOT, SCRIPT_SECONDS)
+        printed.append(done.stdout + done.stderr)
+        return done.returncode
 
     def written(folder) -> dict:
         tensors = load_file(folder / "a.safetensors")
         kept = [name for name in tensors if re.match(r"s\d_(?!reference)|frames|waveform", name)]
         return {name: tensors[name].numpy().tobytes() for name in kept} | {"mp4": (folder / "a.mp4").read_bytes()}
 
-    assert run(tmp_path / "undisturbed") == 0, (tmp_path / "printed").read_text()
-    folder, before, killed = tmp_path / "out", shared_memories(), []
+    folder, before, killed, printed = tmp_path / "out", shared_memories(), [], []
+    assert run(tmp_path / "undisturbed") == 0, printed
     # Each run keeps the states of stages that the runs before it named, and does not write them again.
     for skip, when in (1, "before"), (1, "before"), (1, "before"), (2, "before"), (2, "after"):
-        code = run(folder, str(skip), when, resume=True)
-        assert code == -signal.SIGKILL, (killed, (tmp_path / "printed").read_text())
+        assert run(folder, str(skip), when, resume=True) == -signal.SIGKILL, (killed, printed[-1])
         killed.append((tmp_path / "out.killed").read_text().removeprefix("a."))
     assert killed == [*FILES, FILES[-1]]
     assert run(folder, resume=True) == 0

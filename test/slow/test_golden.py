@@ -19,6 +19,7 @@ from ltx_neuron.engine.resume import restore_state, save_state
 from ltx_neuron.models.programs import may_divide
 
 runs = golden_runs.runs  # a fixture
+TWO, SPLIT, CONTEXT = dict(tp=2), ("sequence_parallel=true",), ("context_parallel=2",)
 
 
 @pytest.mark.skipif(
@@ -36,9 +37,6 @@ def test_odd_sizes_by_the_scripts_equal_ltx_pipelines(scripts, runs, shared):
     generated = by_scripts(scripts, assets_of("odd", shared), job, tp=2)
     assert_is_recorded("odd_sizes", generated.tensors)
     assert_has_the_size_of_the_job(generated.video, job)
-
-
-TWO, SPLIT, CONTEXT = dict(tp=2), ("sequence_parallel=true",), ("context_parallel=2",)
 
 
 @pytest.mark.parametrize(
@@ -94,25 +92,17 @@ def test_twice_the_frames_are_shown_twice_as_fast_and_a_tail_of_them_is_cut(runs
     assert_is_recorded("upscaled_in_time", got)
     assert (len(got["frames"]), job.output_frame_rate) == (17, 60.0)
     upscaled = runs.job("upscaled")
-    assert_tail_is_cut(engine, replace(upscaled, size=replace(upscaled.size, num_frames=17)))
+    assert_tail_is_cut(runs, engine, replace(upscaled, size=replace(upscaled.size, num_frames=17)))
 
 
 @pytest.mark.parametrize("name", ["hq", "dubbing"])
 def test_a_job_resumed_after_stage_1_and_a_warm_up_ends_with_the_same_bits(runs, name, tmp_path):
     engine, job, state = runs.engine(JOBS[name].model), runs.job(name), tmp_path / "state"
-    whole = runs.run(engine, job, decode=True)
+    keep_first = lambda run: state.exists() or save_state(state, run, {})  # noqa: E731
+    whole = runs.made(job, engine, on_stage_end=keep_first).tensors
     assert torch.equal(whole["waveform"], engine.host.decode_audio(whole["s1_audio"]))
-    engine.on_stage_end = lambda run: state.exists() or save_state(state, run, {})
-    [*engine.run([job], keep=True, decode=False)]
-    engine.on_stage_end = None
-
-    def resume(job):
-        run = restore_state(state, job, {}, torch.float32)
-        assert [stage.name for stage in run.stages_left] == ["stage_2"]
-        return run
-
-    warm = sharing(engine, warmup=True)
-    golden_runs.draw_contexts(warm, job)
-    (result,) = warm.run([job], keep=True, decode=False, resume=resume)
+    run = restore_state(state, job, {}, torch.float32)
+    assert [stage.name for stage in run.stages_left] == ["stage_2"]
+    result = runs.made(job, sharing(engine, warmup=True), decode=False, resume=lambda job: run)
     for key in {"s1_audio", "s2_video", "s2_audio", "final_audio", "s2_reference_latent"} & whole.keys():
         assert torch.equal(result.tensors[key], whole[key]), key
