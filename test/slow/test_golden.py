@@ -47,6 +47,7 @@ def test_odd_sizes_by_the_scripts_equal_ltx_pipelines(scripts, runs, shared):
         *[(name, TWO) for name in ("keyframes", "keyframes_of_1_0_0", "image_crf")],
         ("nag_in_one_stage", TWO | dict(blocks=2, settings=SPLIT)),
         ("nag_in_one_stage", TWO | dict(blocks=2, settings=CONTEXT)),
+        ("nag_in_one_stage", TWO | dict(blocks=2, settings=SPLIT + CONTEXT)),
         # other inputs
         *[(name, {}) for name in ("audio_to_video_guided_in_one_stage", "retake_guided", "extend_guided")],
         *[(name, {}) for name in ("ic_lora_guided", "ic_lora_still", "ic_lora_tiled")],
