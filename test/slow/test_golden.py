@@ -102,8 +102,12 @@ def test_a_job_resumed_after_stage_1_and_a_warm_up_ends_with_the_same_bits(runs,
     keep_first = lambda run: state.exists() or save_state(state, run, {})  # noqa: E731
     whole = runs.made(job, engine, on_stage_end=keep_first).tensors
     assert torch.equal(whole["waveform"], engine.host.decode_audio(whole["s1_audio"]))
-    run = restore_state(state, job, {}, torch.float32)
-    assert [stage.name for stage in run.stages_left] == ["stage_2"]
-    result = runs.made(job, sharing(engine, warmup=True), decode=False, resume=lambda job: run)
+
+    def resume(job):
+        run = restore_state(state, job, {}, torch.float32)
+        assert [stage.name for stage in run.stages_left] == ["stage_2"]
+        return run
+
+    result = runs.made(job, sharing(engine, warmup=True), decode=False, resume=resume)
     for key in {"s1_audio", "s2_video", "s2_audio", "final_audio", "s2_reference_latent"} & whole.keys():
         assert torch.equal(result.tensors[key], whole[key]), key

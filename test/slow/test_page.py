@@ -246,17 +246,17 @@ def test_a_failed_video_has_its_reason_its_remedy_and_another_try(opened, servic
 
 def test_the_workers_absence_its_start_and_a_missing_size_are_told_apart(opened, service):  # noqa: F811
     page = opened("bob", **PHONE)
-    state = {"object": "queue", "waiting": 0, "in_progress": 0, "workers": 0, "starting": False}
+    state = {"object": "queue", "waiting": 0, "in_progress": 0, "workers": 0, "starting": True}
+    page.route("**/v1/queue", lambda route: route.fulfill(json=state))
     for text, queue in (
-        ("The worker is starting", {"starting": True}),
-        ("No worker is running", {}),
+        ("The worker is starting", {}),
+        ("No worker is running", {"starting": False}),
         ("1 worker", {"workers": 1}),
     ):
-        answer = state | queue
-        page.route("**/v1/queue", lambda route, answer=answer: route.fulfill(json=answer))
+        state |= queue
         page.reload()
         wait_for_text(page, "#state", text)
-        page.unroute("**/v1/queue")
+    page.unroute("**/v1/queue")
     assert not page.is_visible("#no-size")
     model = model_of(service)
     model["data"][0] |= {"sizes": [], "inputs": {}}
