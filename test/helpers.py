@@ -104,12 +104,6 @@ def fp32_bound(*summands: int) -> float:
     return 4 * FP32_ROUNDING * math.sqrt(sum(summands))
 
 
-def convolutions_bound(model: torch.nn.Module) -> float:
-    """fp32_bound of a model of 3x3x3 convolutions and norms that follow one another."""
-    convolutions = [each for each in model.modules() if isinstance(each, torch.nn.Conv3d)]
-    return fp32_bound(*(27 * c.in_channels + c.in_channels for c in convolutions))
-
-
 def block_summands(width: int, keys: int = TEXT_TOKENS, attentions: int = 3) -> tuple[int, ...]:
     """Those of a transformer block of a width: per attention a norm, q/k/v, the q/k norms, scores of at most the width,
     keys and the output; then a norm and the feed-forward. One attention has so many keys, others fewer than 64."""
