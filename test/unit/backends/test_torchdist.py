@@ -216,6 +216,7 @@ def test_a_rank_whose_weights_are_cut_short_under_it_is_named_and_its_end_explai
 def test_a_stopped_rank_is_named_when_others_have_waited_for_it_too_long(toy, monkeypatch, waiting, rank):
     """The others raise in their collective, and all but the stopped rank have then answered."""
     monkeypatch.setattr(host, "_PEERS_SECONDS", 1.0)
+    before = shared_memories()
     with ready(toy, resolve("cpu", ("first_run_seconds=3",))) as ranks:
         pids = pids_of(ranks)
         os.kill(pids[rank], signal.SIGSTOP)
@@ -226,6 +227,7 @@ def test_a_stopped_rank_is_named_when_others_have_waited_for_it_too_long(toy, mo
         assert_all_end(pids)
     stopped = f"rank {rank} of 2 failed: it is stopped (SIGSTOP) or hangs: it did not answer while others"
     assert str(error.value) == f"{stopped} waited for it for 3 s (first_run_seconds)"
+    assert not Path(ranks._folder).exists() and shared_memories() <= before
 
 
 def test_a_rank_that_is_killed_while_idle_is_found_by_a_check(own):
