@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -199,3 +200,21 @@ def test_what_is_no_regular_file_is_refused_by_what_it_is(tmp_path):
     with pytest.raises(UserError, match=r"x\.\.\. \(5000 characters\): this path is longer than the sys") as error:
         check_readable("x" * 5000)
     assert len(str(error.value)) < 300
+
+
+def test_two_writers_at_once_never_mix(tmp_path):
+    """Each writes in many small pieces; whenever one looks, the file is all of one writer's."""
+    path = tmp_path / "file"
+
+    def write(letter: bytes) -> set[bytes]:
+        contents = set()
+        for _ in range(20):
+            with whole_file(path) as partial, open(partial, "wb", buffering=0) as file:
+                for _ in range(50):
+                    file.write(letter)
+            contents.add(path.read_bytes())
+        return contents
+
+    with ThreadPoolExecutor(2) as pool:
+        contents = set().union(*pool.map(write, (b"a", b"b")))
+    assert contents <= {b"a" * 50, b"b" * 50} and list(tmp_path.iterdir()) == [path]
