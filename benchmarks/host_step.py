@@ -43,7 +43,7 @@ from ltx_neuron.host.models import import_ltx_core
 from ltx_neuron.job import Job, Size
 from ltx_neuron.models.modulation import modulation_table
 from ltx_neuron.models.programs import Program, dit_program
-from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.report.latency import Recorder
 from ltx_neuron.sampling import shapes
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditions import ImageCondition

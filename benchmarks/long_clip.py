@@ -21,7 +21,7 @@ from tiny.config import released_config
 
 from ltx_neuron.errors import run
 from ltx_neuron.job import Size
-from ltx_neuron.report.table import load
+from ltx_neuron.report.latency import load
 
 SIZES = ["512x768x121", "512x768x1001"]
 PROMPT = "a golden retriever puppy runs across a sunny green meadow"

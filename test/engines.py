@@ -9,14 +9,13 @@ from helpers import randn
 from jobs import replace
 from torch import Tensor
 
-from ltx_neuron.artifacts.workspace import Workspace
+from ltx_neuron.artifacts.workspace import RunOptions, Workspace
 from ltx_neuron.config.common import TEXT_TOKENS
 from ltx_neuron.config.profiles import resolve
 from ltx_neuron.config.transformer import TransformerConfig
-from ltx_neuron.engine.preflight import RunOptions
 from ltx_neuron.engine.run import Engine
 from ltx_neuron.job import Job
-from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.report.latency import Recorder
 from ltx_neuron.text.encoders import Contexts
 
 

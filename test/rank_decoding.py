@@ -14,7 +14,7 @@ from ltx_neuron.config.profiles import resolve
 from ltx_neuron.engine.residency import Residency
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Size
-from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.report.latency import Recorder
 
 # Tiles of 2 x 2 latents, the smallest that ltx-core takes, of 3 frames; they overlap by one.
 TILES = ("vae_tile=64", "vae_overlap=32", "vae_tile_frames=24", "vae_overlap_frames=8")

@@ -15,12 +15,11 @@ import torch
 from conftest import ROOT, SCRIPT_SECONDS, once, succeeded
 from helpers import tone, wait_for, write_sound
 
-from ltx_neuron.artifacts.workspace import Workspace
+from ltx_neuron.artifacts.workspace import RunOptions, Workspace
 from ltx_neuron.config.profiles import resolve
-from ltx_neuron.engine.preflight import RunOptions
 from ltx_neuron.engine.run import Engine
 from ltx_neuron.job import Size
-from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.report.latency import Recorder
 from ltx_neuron.service.fields import read_request
 from ltx_neuron.service.jobs import JobSubmitter
 from ltx_neuron.service.queue import Queue

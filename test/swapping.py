@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from ltx_neuron.artifacts import build
 from ltx_neuron.engine.run import Engine
 from ltx_neuron.job import Job, Size
-from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.report.latency import Recorder
 from ltx_neuron.sampling.conditions import AttentionMask, ReferenceVideo
 from ltx_neuron.weights.lora import Lora
 

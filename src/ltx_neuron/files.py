@@ -15,13 +15,10 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
 from ltx_neuron.errors import UserError, os_reason, to_user_error
 from ltx_neuron.format import format_bytes
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 MANIFEST = "manifest.json"  # of every finished folder; written last
 MARK = "ltx-neuron"  # marks our logs and frames, so that a later run may overwrite them
@@ -147,14 +144,6 @@ def changed(manifest: dict) -> bool:
 def _checksum(manifest: dict) -> str:
     text = json.dumps({key: manifest[key] for key in manifest if key != _CHECKSUM})
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def write_tensors(path: Path, tensors: dict[str, "Tensor"], metadata: dict[str, str]) -> None:
-    from safetensors.torch import save
-
-    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    with whole_file(path) as partial:
-        partial.write_bytes(save(contiguous, metadata))
 
 
 def read_json(path: Path) -> dict:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple, Self
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from ltx_neuron import hub
 from ltx_neuron.config.transformer import Bucket
-from ltx_neuron.errors import FieldError
+from ltx_neuron.errors import FieldError, flag_of
 from ltx_neuron.host.facts import read_media, upscaling
 from ltx_neuron.models.signatures import NO_VOICE
 from ltx_neuron.sampling import dfr, rules
@@ -35,9 +36,18 @@ from ltx_neuron.sampling.schedules import (
     STAGE_2_SIGMAS,
     ltx2_schedule,
 )
-from ltx_neuron.sampling.shapes import GUIDED_MAX_STEPS, UPSCALES, video_latent_shape
+from ltx_neuron.sampling.shapes import GUIDED_MAX_STEPS, UPSCALES, upscaled, video_latent_shape
 from ltx_neuron.sampling.size import Size
-from ltx_neuron.sampling.spec import DETAILING, HQ_STRENGTHS, LORAS, SIZES, LoraFields, LoraFile
+from ltx_neuron.sampling.spec import (
+    DETAILING,
+    HQ_STRENGTHS,
+    LORAS,
+    SIZES,
+    ConditionFields,
+    LoraFields,
+    LoraFile,
+    SizeFields,
+)
 from ltx_neuron.sampling.tiles import Tile
 from ltx_neuron.weights.lora import Lora, WeightSet, check_guided_stage_1, identity_of
 
@@ -208,6 +218,11 @@ class Job(JobInputs):
         frames = self.rendering.frames if self.dfr else self.clips[0].size.num_frames
         shape = video_latent_shape(stage.height, stage.width, frames)
         return (longer.video_latents, *shape[1:]) if longer else shape
+
+    @property
+    def decoded_shape(self) -> tuple[int, int, int]:
+        """latent_shape after --upscale."""
+        return upscaled(self.latent_shape, self.upscale)
 
     @property
     def audio_latents(self) -> int:
@@ -441,6 +456,14 @@ class Job(JobInputs):
             )
         return self.replaced(**values).to_json()
 
+    def graph_flags(self) -> list:
+        """The flags of compile transformer for this job's graphs."""
+        # The metadata of a LoRA with references has their scale.
+        loras = ["ic_lora"] * bool(self.references) + ["lora"] * bool(self.dubbing)
+        loras += ["detailing_lora"] * self.dfr
+        names = [*SizeFields.model_fields, "nag_scale", *loras, *ConditionFields.model_fields]
+        return to_flags(self.to_line(), names)
+
 
 def _weights(files: tuple[LoraFile, ...], strength: float = 1.0) -> WeightSet:
     """strength: the default of files without one."""
@@ -448,6 +471,19 @@ def _weights(files: tuple[LoraFile, ...], strength: float = 1.0) -> WeightSet:
         Lora(hub.local_path(path, "lora"), strength if typed is None else typed)
         for path, typed in files
     )
+
+
+def to_flags(line: Mapping[str, Any], names: Iterable[str]) -> list[Any]:
+    words = []
+    for name in names:
+        value = line.get(name, False)
+        rows = value if isinstance(value, list) else [] if value is False else [[value]]
+        for values in rows if all(isinstance(x, list) for x in rows) else [rows]:
+            words += [
+                flag_of(name),
+                *(word for word in values if word is not True and word is not None),
+            ]
+    return words
 
 
 def _as_json(value: Any) -> Any:

@@ -28,7 +28,7 @@ from ltx_neuron.doctor.public import public
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import read_json, write_json
 from ltx_neuron.job import Size
-from ltx_neuron.report import table
+from ltx_neuron.report import latency
 from ltx_neuron.tune.variant import OUTPUTS, RESULT
 
 PROMPT = "waves crash on the shore"
@@ -186,7 +186,7 @@ class Bench:
         words += ["--save-tensors", out / "tensors.safetensors", *more]
         words += ["--start-time", 0, "--end-time", model.size.seconds] if model.film else []
         self.run(f"{model.name}-generate-{name}", *self.scripts(model, target).command("generate", *words))
-        self.say("", f"{name}:", "```", table.table(table.load(out / "perf.json")), "```", "")
+        self.say("", f"{name}:", "```", latency.table(latency.load(out / "perf.json")), "```", "")
         return load_file(out / "tensors.safetensors")
 
     def step(self, model: Model, target: Target, kind: str = "variant", steps: int = 1) -> tuple[dict, dict]:

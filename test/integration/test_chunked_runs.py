@@ -9,8 +9,7 @@ from engines import drawn_contexts
 from helpers import made_film, one_thread, picture_frames, read_video, rel, write_film  # noqa: F401
 from jobs import make_job, replace
 
-from ltx_neuron.engine.outputs import run_identity
-from ltx_neuron.engine.resume import restore_state, save_state, state_files
+from ltx_neuron.engine.outputs import restore_state, run_identity, save_state, state_files
 from ltx_neuron.errors import UserError
 from ltx_neuron.host import encode_inputs
 from ltx_neuron.host.media import Sound, first_frames, pixels_of, read_sound

@@ -10,8 +10,7 @@ from helpers import allowed, ended
 from runs import TP, undisturbed
 
 from ltx_neuron.denoise import StageRun
-from ltx_neuron.engine.outputs import LOG_SUFFIX
-from ltx_neuron.engine.resume import SUFFIX
+from ltx_neuron.engine.outputs import LOG_SUFFIX, SUFFIX
 from ltx_neuron.files import MARK
 
 SOON = 10  # seconds until a run with a broken rank has ended

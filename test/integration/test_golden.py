@@ -14,11 +14,11 @@ from records import FOLDER
 from safetensors import safe_open
 
 from ltx_neuron.artifacts import build
-from ltx_neuron.engine.resume import restore_state, save_state
+from ltx_neuron.engine.outputs import restore_state, save_state
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Size
 from ltx_neuron.pipeline import LTXPipeline
-from ltx_neuron.report.recorder import PHASES, Recorder
+from ltx_neuron.report.latency import PHASES, Recorder
 from ltx_neuron.sampling.compat import FOLLOWED
 
 runs, text_to_video = golden_runs.runs, golden_runs.text_to_video  # fixtures

@@ -14,14 +14,13 @@ from rank_decoding import CLIPS, JOBS, ON_RANKS, SOUND, decoding, frames_of, ope
 from rank_decoding import same_threads as same_threads
 
 from ltx_neuron.artifacts import build
-from ltx_neuron.artifacts.workspace import Workspace
+from ltx_neuron.artifacts.workspace import RunOptions, Workspace
 from ltx_neuron.backends.torchdist.host import TorchDistRanks
-from ltx_neuron.engine.preflight import RunOptions
 from ltx_neuron.engine.run import Engine
 from ltx_neuron.errors import UserError
 from ltx_neuron.host.tiles import cut, tiling
 from ltx_neuron.plan import CoreMemory
-from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.report.latency import Recorder
 from ltx_neuron.sampling.conditions import Retake
 
 ON = RunOptions(neuron_vae=True)

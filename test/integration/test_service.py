@@ -21,7 +21,7 @@ from engines import opened_workspace  # noqa: E402
 from serving import ASKED, ask, run_until, worker  # noqa: E402
 
 from ltx_neuron.engine.run import Engine  # noqa: E402
-from ltx_neuron.report.recorder import Recorder  # noqa: E402
+from ltx_neuron.report.latency import Recorder  # noqa: E402
 from ltx_neuron.service import database  # noqa: E402
 from ltx_neuron.service.jobs import VIDEO  # noqa: E402
 from ltx_neuron.service.queue import Queue  # noqa: E402

@@ -10,8 +10,7 @@ from jobs import make_job
 from swapping import assert_same, each_alone, jobs_of_three_sets, latents, opened, swaps
 
 from ltx_neuron.backends.ranks import RankError
-from ltx_neuron.engine.outputs import run_identity
-from ltx_neuron.engine.resume import restore_state, save_state
+from ltx_neuron.engine.outputs import restore_state, run_identity, save_state
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Job
 

@@ -18,7 +18,7 @@ from jobs import replace
 from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.batch import RESULTS, Line
 from ltx_neuron.batch import run as run_batch
-from ltx_neuron.engine.resume import SUFFIX
+from ltx_neuron.engine.outputs import SUFFIX
 from ltx_neuron.job import Job
 
 SOON = 10  # seconds until a run with a broken rank has ended, whatever is done beside its ranks

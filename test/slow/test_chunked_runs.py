@@ -4,7 +4,7 @@ import golden_runs
 from chunked_clips import CARRY, WINDOW, clip
 from helpers import one_thread, read_video  # noqa: F401
 
-from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.report.latency import Recorder
 
 runs = golden_runs.runs  # a fixture
 GROWTH = 1.05  # what allocators keep, and the index of the MP4

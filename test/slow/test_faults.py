@@ -17,7 +17,7 @@ from runs import GENERATE, TP, undisturbed
 from safetensors.torch import load_file
 
 from ltx_neuron.commands import dispatch
-from ltx_neuron.engine.resume import SUFFIX
+from ltx_neuron.engine.outputs import SUFFIX
 
 SOON = 10  # seconds until nothing of a run that was told to end is there: docs/failures.md
 

@@ -23,7 +23,7 @@ from ltx_neuron.artifacts.transfer import push
 from ltx_neuron.batch import RESULTS
 from ltx_neuron.commands import generate
 from ltx_neuron.config.profiles import resolve
-from ltx_neuron.engine.resume import state_path
+from ltx_neuron.engine.outputs import state_path
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Size
 from ltx_neuron.service.jobs import VIDEO

@@ -15,7 +15,7 @@ from jobs import replace
 from records import Record
 
 from ltx_neuron.artifacts import build
-from ltx_neuron.engine.resume import restore_state, save_state
+from ltx_neuron.engine.outputs import restore_state, save_state
 from ltx_neuron.models.programs import may_divide
 
 runs = golden_runs.runs  # a fixture

@@ -10,18 +10,16 @@ from helpers import randn, rel
 from rank_decoding import CLIP, JOBS, ON_RANKS, SIZE, decoding, opened, prepared, same_threads  # noqa: F401
 
 from ltx_neuron.artifacts import build
-from ltx_neuron.artifacts.workspace import Workspace
+from ltx_neuron.artifacts.workspace import RunOptions, Workspace
 from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.backends.tiles import RankSound, RankTiles
 from ltx_neuron.commands.generate import generate
-from ltx_neuron.engine.outputs import LOG_SUFFIX, OutputPaths
-from ltx_neuron.engine.preflight import RunOptions
+from ltx_neuron.engine.outputs import LOG_SUFFIX, SUFFIX, OutputPaths
 from ltx_neuron.engine.residency import Residency
-from ltx_neuron.engine.resume import SUFFIX
 from ltx_neuron.errors import RunError
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.host.tiles import tiling_for_ranks
-from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.report.latency import Recorder
 
 SOUND_OF_NOISE = 1e-5
 

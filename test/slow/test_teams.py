@@ -23,7 +23,7 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.host import encoding
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Size
-from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.report.latency import Recorder
 from ltx_neuron.sampling.conditions import Retake
 
 runs = golden_runs.runs  # a fixture

@@ -25,15 +25,14 @@ from tiny import TinySizes, make_tiny
 from torch import Tensor
 
 from ltx_neuron.artifacts import build
-from ltx_neuron.artifacts.workspace import Workspace
+from ltx_neuron.artifacts.workspace import RunOptions, Workspace
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.nxd import runtime
 from ltx_neuron.config import profiles
 from ltx_neuron.config.profiles import Profile, resolve
-from ltx_neuron.engine.preflight import RunOptions
 from ltx_neuron.engine.run import Engine
 from ltx_neuron.job import Job, Size
-from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.report.latency import Recorder
 from ltx_neuron.text.encoders import Contexts
 from ltx_neuron.weights.rankfiles import rank_file
 

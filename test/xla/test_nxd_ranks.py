@@ -10,12 +10,12 @@ from jobs import make_job
 from nxd_fixtures import CUT, LATENTS, PROMPT, SHOWS, SIZE, TP, dit_loaded, manifests_of, open_workspace, rank_weights
 from torch import Tensor
 
+from ltx_neuron.artifacts.workspace import RunOptions
 from ltx_neuron.backends.nxd import runtime
 from ltx_neuron.backends.nxd.runtime import GraphInputs
-from ltx_neuron.engine.preflight import RunOptions
 from ltx_neuron.engine.run import Engine
 from ltx_neuron.errors import UserError
-from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.report.latency import Recorder
 
 if nxd.MISSING:
     pytest.skip(nxd.SKIP, allow_module_level=True)

@@ -21,7 +21,7 @@ from ltx_neuron.host.diffusion import DiffusionDecoder
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Size
 from ltx_neuron.models.vocoder import resampling_filters
-from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.report.latency import Recorder
 from ltx_neuron.sampling.conditions import AttentionMask, ImageCondition, ReferenceVideo, Retake
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
 from ltx_neuron.text.encoders import RankTextEncoder

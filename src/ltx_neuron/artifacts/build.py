@@ -1,26 +1,26 @@
-"""What jobs need on disk: the one list from which weights and graphs are made, found and shown; and
-how they are made, fetched and compared with their sources."""
+"""How weights and graphs are made, fetched and compared with their sources."""
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from itertools import groupby
-from math import ceil
 from pathlib import Path
-
-import torch
 
 from ltx_neuron import artifacts, invocation
 from ltx_neuron.artifacts.store import Store, names_in
 from ltx_neuron.artifacts.transfer import pull
-from ltx_neuron.artifacts.workspace import SHARD_COMMANDS, Need, Workspace, compiled_size
+from ltx_neuron.artifacts.workspace import (
+    SHARD_COMMANDS,
+    Need,
+    RunOptions,
+    Workspace,
+    compiled_size,
+)
 from ltx_neuron.backends import manifest, registry
 from ltx_neuron.backends.export import TorchDistComm
-from ltx_neuron.config.sound import SPAN_LATENTS
 from ltx_neuron.config.transformer import REGISTERS, Bucket
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import exclusive
-from ltx_neuron.job import Job, Size
+from ltx_neuron.job import Job
 from ltx_neuron.models.gemma3 import layers_first
 from ltx_neuron.models.modulation import host_weights
 from ltx_neuron.models.programs import (
@@ -34,8 +34,6 @@ from ltx_neuron.models.programs import (
 from ltx_neuron.models.vocoder import arrangement
 from ltx_neuron.plan import check_text_fits
 from ltx_neuron.report.progress import bar, line
-from ltx_neuron.sampling.compat import COMPAT
-from ltx_neuron.sampling.shapes import TIME_SCALE, upscaled
 from ltx_neuron.weights.checkpoint import Source
 from ltx_neuron.weights.rankfiles import check_whole, file_entries, is_finished, verify
 from ltx_neuron.weights.sharder import (
@@ -48,79 +46,6 @@ from ltx_neuron.weights.sharder import (
     shard_weights,
 )
 from ltx_neuron.weights.tensorfile import DTYPES
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """Settings of a run.
-
-    neuron_gemma   encode prompts on the ranks, otherwise on the host's CPU
-    neuron_vae     decode latents on the ranks, otherwise on the host's CPU; sound on the ranks only
-                   with the profile's sound_on_ranks
-    compat         a key of sampling.compat.COMPAT, the release whose numerics to follow; None: the
-                   later releases
-    warmup         a discarded first step per stage
-    *_path         of models besides the checkpoint, or None
-    cache_prompts  read contexts from the artifacts, and store new ones there
-    """
-
-    neuron_gemma: bool = False
-    compat: str | None = None
-    spatial_upsampler_path: str | Path | None = None
-    temporal_upsampler_path: str | Path | None = None
-    warmup: bool = False
-    cache_prompts: bool = False
-    neuron_vae: bool = False
-    duration_head_path: str | Path | None = None
-
-
-def needs(workspace: Workspace, jobs: list[Job], options: RunOptions) -> Iterator[Need]:
-    """The weights and graphs of jobs, in the order of their making. A run also takes a stage's
-    graph of the DiT for more timesteps (Workspace.dit_program_for)."""
-    for loras in dict.fromkeys(stage.loras for job in jobs for stage in job.stages):
-        yield workspace.weight_set("dit", loras)
-    for buckets, job in {tuple(job.buckets_to_compile): job for job in jobs}.items():
-        yield from workspace.dit_graphs(buckets, job)
-    if options.neuron_gemma and (prompted := [job for job in jobs if job.texts]):
-        for loras in dict.fromkeys(map(workspace.text_loras, prompted)):
-            yield workspace.weight_set("gemma3", loras)
-        yield from workspace.text_graphs()
-    if options.neuron_vae:
-        yield from map(workspace.weight_set, workspace.profile.vae_models)
-        pictured = (job for job in jobs if not (job.sound_only or job.media.hdr))
-        with_picture = (clip for job in pictured for clip in job.clips)
-        for clip in dict.fromkeys(upscaled(job.latent_shape, job.upscale) for job in with_picture):
-            yield from workspace.decoder_graphs(clip)
-        for job in {tuple(workspace.encoder_tiles(job)): job for job in jobs}.values():
-            yield from workspace.encoder_graphs(job)
-    if sound_on_ranks(workspace, options):
-        # An input sound is not decoded.
-        decoded = [clip for job in jobs if not (job.sound or job.silent) for clip in job.clips]
-        sizes = {job.audio_latents: size for job in decoded if (size := sound_size(job))}
-        for latents, size in sizes.items():
-            yield from workspace.sound_graphs(latents, size)
-
-
-def sound_on_ranks(workspace: Workspace, options: RunOptions) -> bool:
-    """Whether the ranks decode sound; they do so only in fp32."""
-    on_ranks = options.neuron_vae and workspace.profile.sound_on_ranks
-    return on_ranks and audio_dtype(workspace, options) == torch.float32
-
-
-def audio_dtype(workspace: Workspace, options: RunOptions) -> torch.dtype:
-    """The dtype in which sound is decoded: a release used that of the transformer."""
-    return workspace.dtype if COMPAT[options.compat].vocoder else torch.float32
-
-
-def sound_size(job: Job) -> Size | None:
-    """The size for which the decoders of a job's sound are compiled. None if the host decodes it:
-    for an extended video shorter than a span, whose number of latents may be no size's."""
-    if not job.extension:
-        return job.of(job.stages[0]).size
-    if job.audio_latents < SPAN_LATENTS:
-        return None
-    frames = job.extension.source_frames + job.extension.made_frames
-    return replace(job.size, num_frames=TIME_SCALE * ceil(frames / TIME_SCALE) + 1)
 
 
 def fetch(url: str, workspace: Workspace, options: RunOptions, sets: Iterable[tuple]) -> None:

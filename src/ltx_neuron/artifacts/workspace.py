@@ -1,14 +1,14 @@
 """Workspace: one checkpoint on one profile, and the weights and graphs that it may need.
 
 A Need has all of one artifact in one place: its identity, its maker, and the command for errors.
-build.py lists those of jobs, and makes them.
+`needs` is the one list of those of jobs, which build.py makes, and runs and the doctor find.
 """
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property, partial
-from itertools import chain
+from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ from ltx_neuron.config.gemma import check_gemma_fits
 from ltx_neuron.config.parts import KINDS
 from ltx_neuron.config.profiles import Profile, describe_backend, require_runtime
 from ltx_neuron.config.release import Release
-from ltx_neuron.config.sound import audio_decoder_config, span_sizes, vocoder_config
+from ltx_neuron.config.sound import SPAN_LATENTS, audio_decoder_config, span_sizes, vocoder_config
 from ltx_neuron.config.transformer import Bucket, TransformerConfig, transformer_config
 from ltx_neuron.config.video import video_decoder_config, video_encoder_config
 from ltx_neuron.errors import FieldError, UserError, flag_of
@@ -51,16 +51,17 @@ from ltx_neuron.models.programs import (
     waveform_program,
     with_convolution,
 )
+from ltx_neuron.sampling.compat import COMPAT
+from ltx_neuron.sampling.shapes import TIME_SCALE
 from ltx_neuron.sampling.size import Size
-from ltx_neuron.sampling.spec import ConditionFields, SizeFields, to_flags
 from ltx_neuron.text.cache import HOST_ENCODER_CODE, RANK_ENCODER_CODE, PromptCache
 from ltx_neuron.text.host_encoder import HostTextEncoder
 from ltx_neuron.text.inputs import embedded_tokenizer, load_tokenizer
 from ltx_neuron.weights.checkpoint import Checkpoint, Source
-from ltx_neuron.weights.lora import MergedSource, WeightSet, identity_of
-from ltx_neuron.weights.model_files import ModelFiles, check_release, named_release
+from ltx_neuron.weights.lora import MergedSource, WeightSet, identity_of, merged_transformer
+from ltx_neuron.weights.model_files import ModelFiles
 from ltx_neuron.weights.sharding import SHARDED_MODELS
-from ltx_neuron.weights.tensorfile import DTYPES, TensorFile
+from ltx_neuron.weights.tensorfile import DTYPES
 
 # Model -> its title, its name in the shard command, and the config section of a VAE's file
 SHARD_COMMANDS = {
@@ -197,38 +198,16 @@ class Workspace:
         """The weights of a model, one of MODELS; of the DiT, and of the connectors beside Gemma,
         with LoRAs merged in. Raises UserError for a LoRA of another model."""
         if (model, loras) not in self._sources:
-            files: list[TensorFile] = [self.checkpoint]
             heads = self.transformer.heads
-            if model == "dit":
-                source = self._merged(loras)
-            elif model == "gemma3":
-                files += self.files.text_files()
+            if model == "gemma3":
+                files = [self.checkpoint, *self.files.text_files()]
                 source = MergedSource(SHARDED_MODELS[model], files, loras, heads | self.gemma.heads)
+            elif model == "dit":
+                source = merged_transformer(self.checkpoint, loras, heads)
             else:
                 source = Source(SHARDED_MODELS[model], [self.files.of(SHARD_COMMANDS[model][2])])
             self._sources[model, loras] = source
         return self._sources[model, loras]
-
-    def _merged(self, loras: WeightSet) -> Source:
-        """The DiT with LoRAs. Those of another release are merged if they fit, with a note."""
-        release = self.checkpoint.release
-        files = {lora: lora.file() for lora in loras}
-        releases = {lora: named_release(file) or release for lora, file in files.items()}
-        others = {lora: other for lora, other in releases.items() if other is not release}
-        try:
-            source = MergedSource(
-                SHARDED_MODELS["dit"], [self.checkpoint], loras, self.transformer.heads
-            )
-        except UserError:
-            for lora in others:
-                check_release(files[lora], "--lora", release, release.download("lora"))
-            raise
-        source.notes += [
-            f"--lora {lora.path} is of LTX-{other.version}, the model of LTX-{release.version}: it"
-            " is merged, as all its layers fit"
-            for lora, other in others.items()
-        ]
-        return source
 
     @cached_property
     def video_decoder(self):
@@ -337,8 +316,7 @@ class Workspace:
         }
         names = "".join(f", {lora.path.name} {lora.strength:g}" for lora in loras)
         title, verb, _ = SHARD_COMMANDS[model]
-        words = (("--lora", hub.hub_name(lora.path), lora.strength) for lora in loras)
-        command = self._command(f"shard {verb}", *chain.from_iterable(words))
+        command = self._command(f"shard {verb}", *(word for lora in loras for word in lora.words))
         return Need(f"{title} weights{names}", identity, command, source=source)
 
     def weight_sets(self, model: str, sets: Iterable[WeightSet] = ((),)) -> list[Need]:
@@ -365,22 +343,25 @@ class Workspace:
         size = size_title(compiled_size(job)) if job else ""
         if job:
             title += f", {job.size}{', two stages' if job.size.two_stage else ''}"
-        command = self._command("compile transformer", *(job_flags(job) if job else ()))
+        settings_of_size = graph_settings(profile)
+        command = self._command("compile transformer", *(job.graph_flags() if job else ()))
+        of_model = self._identity("dit", "", self.transformer.digest)
 
         def need(bucket: Bucket) -> Need:
             possible = may_divide(bucket, self.tp, profile.context_parallel)
             divides = profile.sequence_parallel and possible
-            settings = graph_settings(profile) | {"sequence_parallel": divides}
+            settings = settings_of_size | {"sequence_parallel": divides}
             if not bucket.video_tokens:  # sound alone
                 settings.pop("context_parallel", None)
-            identity = self._identity("dit", bucket.name, self.transformer.digest, **settings)
+            identity = of_model | {"bucket": bucket.name} | settings
             note = ""
             if profile.sequence_parallel and bucket.video_tokens and not divides:
                 note = f"{bucket.video_tokens} video tokens are not divisible by {self.tp} ranks:"
                 note += " compiled without sequence parallelism"
 
             def program() -> Program:
-                comm, context = registry.comm(profile, self.tp), registry.context(profile, self.tp)
+                groups = self.profile, self.tp
+                comm, context = registry.comm(*groups), registry.context(*groups)
                 cut = profile.blocks_per_graph, profile.attention, divides, context
                 return dit_program(self.transformer, bucket, self.tp, comm, self.dtype, *cut)
 
@@ -426,7 +407,7 @@ class Workspace:
         them."""
         tiles = self.encoder_tiles(job)
         title = f"video encoder graphs, {', '.join(map(times, tiles))}"
-        return self._tile_graphs(title, "encoder", tiles, job_flags(job)) if tiles else []
+        return self._tile_graphs(title, "encoder", tiles, job.graph_flags()) if tiles else []
 
     def _tile_graphs(
         self, title: str, model: str, tiles: list[tuple[int, int, int]], flags: Iterable
@@ -605,15 +586,6 @@ class Workspace:
         return list(dict.fromkeys(tile for pixels in clips for tile in tile_counts(pixels)))
 
 
-def job_flags(job: Job) -> list:
-    """The flags of compile transformer for a job's graphs."""
-    # The metadata of a LoRA with references has their scale.
-    loras = ["ic_lora"] * bool(job.references) + ["lora"] * bool(job.dubbing)
-    loras += ["detailing_lora"] * job.dfr
-    names = [*SizeFields.model_fields, "nag_scale", *loras, *ConditionFields.model_fields]
-    return to_flags(job.to_line(), names)
-
-
 def compiled_size(job: Job) -> dict[str, Any]:
     """The entry of a manifest whose graphs are compiled for a job, or for its windows."""
     inputs = {"inputs": job.own_graphs} if job.own_graphs else {}
@@ -669,3 +641,79 @@ def check_job(job: Job, checkpoint: Checkpoint, transformer: TransformerConfig) 
             f"{named if count or job.dfr else '{text_embeddings}'}: the model of {checkpoint.path},"
             f" LTX {checkpoint.model_version}, generates no keyframes; leave it out"
         )
+
+
+# --- what jobs need -------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class RunOptions:
+    """Settings of a run.
+
+    neuron_gemma   encode prompts on the ranks, otherwise on the host's CPU
+    neuron_vae     decode latents on the ranks, otherwise on the host's CPU; sound on the ranks only
+                   with the profile's sound_on_ranks
+    compat         a key of sampling.compat.COMPAT, the release whose numerics to follow; None: the
+                   later releases
+    warmup         a discarded first step per stage
+    *_path         of models besides the checkpoint, or None
+    cache_prompts  read contexts from the artifacts, and store new ones there
+    """
+
+    neuron_gemma: bool = False
+    compat: str | None = None
+    spatial_upsampler_path: str | Path | None = None
+    temporal_upsampler_path: str | Path | None = None
+    warmup: bool = False
+    cache_prompts: bool = False
+    neuron_vae: bool = False
+    duration_head_path: str | Path | None = None
+
+
+def needs(workspace: Workspace, jobs: list[Job], options: RunOptions) -> Iterator[Need]:
+    """The weights and graphs of jobs, in the order of their making. A run also takes a stage's
+    graph of the DiT for more timesteps (Workspace.dit_program_for)."""
+    for loras in dict.fromkeys(stage.loras for job in jobs for stage in job.stages):
+        yield workspace.weight_set("dit", loras)
+    for buckets, job in {tuple(job.buckets_to_compile): job for job in jobs}.items():
+        yield from workspace.dit_graphs(buckets, job)
+    if options.neuron_gemma and (prompted := [job for job in jobs if job.texts]):
+        for loras in dict.fromkeys(map(workspace.text_loras, prompted)):
+            yield workspace.weight_set("gemma3", loras)
+        yield from workspace.text_graphs()
+    if options.neuron_vae:
+        yield from map(workspace.weight_set, workspace.profile.vae_models)
+        pictured = (job for job in jobs if not (job.sound_only or job.media.hdr))
+        with_picture = (clip for job in pictured for clip in job.clips)
+        for clip in dict.fromkeys(job.decoded_shape for job in with_picture):
+            yield from workspace.decoder_graphs(clip)
+        for job in {tuple(workspace.encoder_tiles(job)): job for job in jobs}.values():
+            yield from workspace.encoder_graphs(job)
+    if sound_on_ranks(workspace, options):
+        # An input sound is not decoded.
+        decoded = [clip for job in jobs if not (job.sound or job.silent) for clip in job.clips]
+        sizes = {job.audio_latents: size for job in decoded if (size := sound_size(job))}
+        for latents, size in sizes.items():
+            yield from workspace.sound_graphs(latents, size)
+
+
+def sound_on_ranks(workspace: Workspace, options: RunOptions) -> bool:
+    """Whether the ranks decode sound; they do so only in fp32."""
+    on_ranks = options.neuron_vae and workspace.profile.sound_on_ranks
+    return on_ranks and audio_dtype(workspace, options) == torch.float32
+
+
+def audio_dtype(workspace: Workspace, options: RunOptions) -> torch.dtype:
+    """The dtype in which sound is decoded: a release used that of the transformer."""
+    return workspace.dtype if COMPAT[options.compat].vocoder else torch.float32
+
+
+def sound_size(job: Job) -> Size | None:
+    """The size for which the decoders of a job's sound are compiled. None if the host decodes it:
+    for an extended video shorter than a span, whose number of latents may be no size's."""
+    if not job.extension:
+        return job.of(job.stages[0]).size
+    if job.audio_latents < SPAN_LATENTS:
+        return None
+    frames = job.extension.source_frames + job.extension.made_frames
+    return dataclasses.replace(job.size, num_frames=TIME_SCALE * ceil(frames / TIME_SCALE) + 1)

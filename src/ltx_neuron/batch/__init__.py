@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from ltx_neuron import files
-from ltx_neuron.artifacts.workspace import Workspace
+from ltx_neuron.artifacts.workspace import RunOptions, Workspace
 from ltx_neuron.batch import prompts_file
 from ltx_neuron.config.common import digest
 from ltx_neuron.engine.decode import DecodedClip
-from ltx_neuron.engine.durations import with_durations
 from ltx_neuron.engine.outputs import (
+    JobRun,
     OutputPaths,
     check_replaceable,
     is_log,
@@ -28,20 +28,21 @@ from ltx_neuron.engine.outputs import (
     logging_failure,
     make_report,
     not_ours,
+    remove_state,
+    restore_state,
     run_identity,
-    show,
+    save_state,
     sibling_files,
+    state_path,
     write_sidecar,
 )
-from ltx_neuron.engine.preflight import RunOptions
-from ltx_neuron.engine.resume import JobRun, remove_state, restore_state, save_state, state_path
-from ltx_neuron.engine.run import Engine, JobFailure
+from ltx_neuron.engine.run import Engine, JobFailure, with_durations
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import check_readable, write_json
 from ltx_neuron.format import few
 from ltx_neuron.host.images import content_digest
 from ltx_neuron.job import Job
-from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.report.latency import Recorder, show
 
 RESULTS = "results.json"
 MAX_LINES = 100_000
@@ -134,7 +135,7 @@ def generate(
 
     def save(clip: DecodedClip, path: Path) -> None:
         clip.write(path, recorder)
-        write_sidecar(path, clip.job, engine)
+        write_sidecar(path, clip.job, recorder, workspace, engine.preflight.notes(clip.job))
 
     assert outputs.folder
     log = log_path(outputs.folder / RESULTS)
@@ -147,7 +148,7 @@ def generate(
             lines, engine, outputs.folder, save, lambda job: run_identity(job, workspace, options)
         )
     described = {"prompts_file": str(prompts_file), "lines": len(lines)}
-    show(make_report(recorder, workspace, described), outputs)
+    show(make_report(recorder, workspace, described), outputs.report)
     end(outputs.folder, entries)
 
 

@@ -3,30 +3,28 @@
 import argparse
 from collections.abc import Callable
 from functools import cache, partial
-from pathlib import Path
-
-import torch
 
 from ltx_neuron import batch, flags, invocation
-from ltx_neuron.artifacts.workspace import Workspace
-from ltx_neuron.engine import resume
+from ltx_neuron.artifacts.workspace import RunOptions, Workspace
 from ltx_neuron.engine.decode import DecodedClip, Result
-from ltx_neuron.engine.durations import predict_only, with_durations
 from ltx_neuron.engine.outputs import (
+    JobRun,
     OutputPaths,
+    interrupted_run,
     log_path,
     logging_failure,
     run_identity,
-    show,
+    save_state,
+    state_path,
+    write_run_tensors,
     write_sidecar,
 )
-from ltx_neuron.engine.preflight import RunOptions
-from ltx_neuron.engine.run import Engine
+from ltx_neuron.engine.run import Engine, predict_only, with_durations
 from ltx_neuron.flags import verbs
 from ltx_neuron.host.encode_inputs import with_alpha
 from ltx_neuron.host.video import write_frames
 from ltx_neuron.job import Job
-from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.report.latency import Recorder, show
 
 
 def words_of(
@@ -77,15 +75,15 @@ def generate(job: Job, workspace: Workspace, options: RunOptions, outputs: Outpu
     engine = Engine(workspace, recorder, options)
     outputs.check(engine.preflight.files_read([job]), job)
     assert outputs.video
-    state = resume.state_path(outputs.video)
+    state = state_path(outputs.video)
     with logging_failure(log_path(outputs.video), state), engine:
         if job.auto_duration:
             (job,) = with_durations(engine, [job])
         # Called first after `run` has checked the job, so its files exist.
         identity = cache(partial(run_identity, job, workspace, options))
-        engine.on_stage_end = lambda run: resume.save_state(state, run, identity())
+        engine.on_stage_end = lambda run: save_state(state, run, identity())
 
-        def resumed(job: Job) -> resume.JobRun | None:
+        def resumed(job: Job) -> JobRun | None:
             return interrupted_run(job, outputs, identity(), workspace.dtype)
 
         def write(clip: DecodedClip) -> None:
@@ -101,31 +99,12 @@ def generate(job: Job, workspace: Workspace, options: RunOptions, outputs: Outpu
         (result,) = engine.run([job], resume=resumed, write=None if outputs.tensors else write)
         assert isinstance(result, Result)
         if outputs.tensors:
-            resume.write_run_tensors(outputs.tensors, result.tensors, identity())
+            write_run_tensors(outputs.tensors, result.tensors, identity())
             write(result.clip())
-        show(write_sidecar(outputs.video, job, engine), outputs)  # before the state is removed
+        notes = engine.preflight.notes(job)
+        report = write_sidecar(outputs.video, job, recorder, workspace, notes)
+        show(report, outputs.report)  # before the state is removed
     print(f"{'sound' if job.sound_only else 'video'}: {outputs.video}")
-
-
-def interrupted_run(
-    job: Job, outputs: OutputPaths, identity: dict, dtype: torch.dtype
-) -> resume.JobRun | None:
-    """The run that --resume selects; None for a new one."""
-    assert outputs.video
-    state = resume.state_path(outputs.video)
-    if outputs.resume is None:
-        if state.is_file():
-            print(
-                f"starting over; {state} is from an interrupted run, which --resume would continue"
-            )
-        return None
-    path = Path(outputs.resume) if isinstance(outputs.resume, str) else state
-    if outputs.resume is True and not path.is_file():
-        print(f"nothing to resume: no such file {path}; starting over")
-        return None
-    run = resume.restore_state(path, job, identity, dtype)
-    print(f"resuming from {path}: {run.left}")
-    return run
 
 
 def run(args: argparse.Namespace) -> None:

@@ -19,8 +19,7 @@ from blake3 import blake3
 
 from ltx_neuron import flags, invocation
 from ltx_neuron.artifacts import build
-from ltx_neuron.artifacts.build import RunOptions, needs
-from ltx_neuron.artifacts.workspace import Need, Workspace
+from ltx_neuron.artifacts.workspace import Need, RunOptions, Workspace, needs
 from ltx_neuron.commands import generate
 from ltx_neuron.engine.preflight import Preflight, check_dfr, check_distilled_loras, check_plans_fit
 from ltx_neuron.errors import UserError

@@ -29,7 +29,7 @@ from ltx_neuron.errors import RunError
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.models.rope import rope_tables
 from ltx_neuron.models.signatures import ANCESTRAL_FIELDS, LATENTS
-from ltx_neuron.report.recorder import Counters
+from ltx_neuron.report.latency import Counters
 from ltx_neuron.sampling import chunks, latents, shapes
 from ltx_neuron.sampling.compat import COMPAT, Compat
 from ltx_neuron.sampling.conditions import ImageCondition

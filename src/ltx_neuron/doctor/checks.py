@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from ltx_neuron import flags, hub
-from ltx_neuron.artifacts.build import needs
-from ltx_neuron.artifacts.workspace import Need, Workspace
+from ltx_neuron.artifacts.workspace import Need, Workspace, needs
 from ltx_neuron.config import profiles
 from ltx_neuron.config.gemma import gemma_config, read_config
 from ltx_neuron.config.profiles import Profile, resolve

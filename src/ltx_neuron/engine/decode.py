@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ltx_neuron.engine.resume import JobRun
+from ltx_neuron.engine.outputs import JobRun
 from ltx_neuron.host.background import Background, prefetch, wait_for
 from ltx_neuron.host.encode_inputs import with_source
 from ltx_neuron.host.hdr import exr_folder
@@ -17,7 +17,7 @@ from ltx_neuron.host.masters import write_hlg, write_prores
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.host.video import cut_frames, cut_sound, write_frames, write_video, write_wav
 from ltx_neuron.job import Job
-from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.report.latency import Recorder
 from ltx_neuron.sampling.extension import joined
 from ltx_neuron.sampling.shapes import UPSCALES
 

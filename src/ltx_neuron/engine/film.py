@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ltx_neuron.engine.decode import DecodedClip, Decoder, Result
-from ltx_neuron.engine.resume import WHOLE, JobRun
+from ltx_neuron.engine.outputs import WHOLE, JobRun
 from ltx_neuron.host.background import POLL_SECONDS, Background, check_cancelled, prefetch, wait_for
 from ltx_neuron.host.models import to_bytes
 from ltx_neuron.job import Job

@@ -9,8 +9,7 @@ from itertools import chain
 from pathlib import Path
 
 from ltx_neuron.artifacts import build
-from ltx_neuron.artifacts.build import RunOptions, needs, sound_on_ranks
-from ltx_neuron.artifacts.workspace import Workspace
+from ltx_neuron.artifacts.workspace import RunOptions, Workspace, needs, sound_on_ranks
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.config.common import TEXT_TOKENS
 from ltx_neuron.config.diffusion import EMBEDDING, is_diffusion_vae

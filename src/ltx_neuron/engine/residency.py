@@ -27,7 +27,7 @@ from ltx_neuron.errors import NoPermission, UserError
 from ltx_neuron.files import check_readable
 from ltx_neuron.models.modulation import modulation_table
 from ltx_neuron.models.vocoder import resampling_filters
-from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.report.latency import Recorder
 from ltx_neuron.text import inputs
 from ltx_neuron.text.encoders import RankTextEncoder
 from ltx_neuron.weights.lora import WeightSet

@@ -46,10 +46,9 @@ from ltx_neuron.sampling.spec import (
 )
 
 if TYPE_CHECKING:
-    from ltx_neuron.artifacts.workspace import Workspace
+    from ltx_neuron.artifacts.workspace import RunOptions, Workspace
     from ltx_neuron.batch import Line
     from ltx_neuron.engine.outputs import OutputPaths
-    from ltx_neuron.engine.preflight import RunOptions
     from ltx_neuron.job import Job
 
 # --- common flags ---------------------------------------------------------------------------------
@@ -453,7 +452,7 @@ def check_fleet(args: argparse.Namespace, many: object = True) -> None:
 
 
 def run_options(args: argparse.Namespace) -> RunOptions:
-    from ltx_neuron.engine.preflight import RunOptions
+    from ltx_neuron.artifacts.workspace import RunOptions
 
     return RunOptions(
         neuron_gemma=args.neuron_gemma,

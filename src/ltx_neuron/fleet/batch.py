@@ -15,7 +15,7 @@ from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.files import exclusive, read_json, write_json
 from ltx_neuron.fleet.pool import Pool
 from ltx_neuron.job import Job
-from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.report.latency import Recorder
 from ltx_neuron.service.jobs import VIDEO, batch_key
 from ltx_neuron.service.queue import COMPLETED, FAILED, Entry, NewJob, Queue
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import ray
 
-from ltx_neuron.engine.resume import state_path
+from ltx_neuron.engine.outputs import state_path
 from ltx_neuron.files import whole_file
 from ltx_neuron.service.jobs import THUMBNAIL, VIDEO
 from ltx_neuron.service.queue import Entry, Queue

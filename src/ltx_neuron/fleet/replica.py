@@ -57,7 +57,7 @@ def engine_for(name: str, args: Namespace, capability_jobs: list, sets: Sequence
     from ltx_neuron.engine.run import Engine
     from ltx_neuron.errors import UserError
     from ltx_neuron.fleet.cluster import check_cores
-    from ltx_neuron.report.recorder import Recorder
+    from ltx_neuron.report.latency import Recorder
 
     options, workspace = flags.run_options(args), flags.workspace(args, writes=False)
     check_cores(workspace.profile, workspace.tp)

@@ -13,8 +13,8 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.host.loading import ModelFile
 from ltx_neuron.hub import download_released
 from ltx_neuron.weights.checkpoint import Checkpoint
-from ltx_neuron.weights.model_files import check_release, config_of, described, kind_of
-from ltx_neuron.weights.weight_file import WeightFile
+from ltx_neuron.weights.model_files import config_of, described, kind_of
+from ltx_neuron.weights.tensorfile import WeightFile
 
 FLAG, _PREFIX = "--duration-head-path", "duration_head."
 DOWNLOAD = download_released("duration_head", "Lightricks/LTX-2.5")
@@ -77,7 +77,7 @@ def duration_head_spec(
             f" LTX-{checkpoint.release.version}, which has none\nLeave {FLAG} out, and type"
             " --num-frames N"
         )
-    check_release(file, FLAG, checkpoint.release, DOWNLOAD)
+    file.check_release(FLAG, checkpoint.release, DOWNLOAD)
     config = config_of(file)
     sizes, settings = config.get("transformer", {}), config.get("duration_head", {})
     widths = sizes.get("cross_attention_dim", 4096), sizes.get("audio_cross_attention_dim", 2048)

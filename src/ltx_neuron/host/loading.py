@@ -24,9 +24,8 @@ from ltx_neuron.config.diffusion import (
 from ltx_neuron.config.release import Release
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.hub import download_released
-from ltx_neuron.weights.model_files import ModelFiles, check_release, config_of, described
-from ltx_neuron.weights.tensorfile import TensorFile, finite, missing_and_unexpected
-from ltx_neuron.weights.weight_file import WeightFile
+from ltx_neuron.weights.model_files import ModelFiles, config_of, described
+from ltx_neuron.weights.tensorfile import TensorFile, WeightFile, finite, missing_and_unexpected
 
 
 def import_ltx_core() -> None:
@@ -199,7 +198,7 @@ def upsampler_spec(
         )
     file = TensorFile(path, f"{download}\nand pass it with {flag} FILE")
     if release:
-        check_release(file, flag, release, download)
+        file.check_release(flag, release, download)
     config = config_of(file)
     kinds = [name for name in ("spatial", "temporal") if config.get(f"{name}_upsample")]
     scale = config.get("spatial_scale", 2.0)

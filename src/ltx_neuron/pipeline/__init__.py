@@ -14,13 +14,11 @@ import torch
 from PIL import Image
 
 from ltx_neuron import hub
-from ltx_neuron.artifacts.workspace import Workspace
+from ltx_neuron.artifacts.workspace import RunOptions, Workspace
 from ltx_neuron.config.profiles import resolve
 from ltx_neuron.engine.decode import UPSCALED, Result
-from ltx_neuron.engine.durations import with_durations
-from ltx_neuron.engine.preflight import RunOptions
-from ltx_neuron.engine.resume import JobRun
-from ltx_neuron.engine.run import Engine
+from ltx_neuron.engine.outputs import JobRun
+from ltx_neuron.engine.run import Engine, with_durations
 from ltx_neuron.errors import FieldError, UserError, require
 from ltx_neuron.files import check_outputs
 from ltx_neuron.host.video import check_output_path
@@ -31,7 +29,7 @@ from ltx_neuron.pipeline.diffusers import (
     StepValues,
     unknown_word,
 )
-from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.report.latency import Recorder
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditions import (
     AttentionMask,

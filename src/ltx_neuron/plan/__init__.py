@@ -31,7 +31,7 @@ from ltx_neuron.plan.cost import score_bytes, step_cost, step_launches, text_wei
 from ltx_neuron.plan.forecast import Forecast, forecast, is_measured
 from ltx_neuron.sampling.conditions import EncodedClip
 from ltx_neuron.sampling.samplers import SAMPLERS
-from ltx_neuron.sampling.shapes import TIME_SCALE, upscaled, video_latent_shape
+from ltx_neuron.sampling.shapes import TIME_SCALE, video_latent_shape
 from ltx_neuron.weights.checkpoint import Checkpoint, Source
 from ltx_neuron.weights.sharding import ALONE, HOST, SHARDED_MODELS, local_shape, rule
 from ltx_neuron.weights.tensorfile import DTYPES
@@ -330,7 +330,7 @@ def _on_the_host(config: Mapping[str, Any], profile: Profile, job: Job, dtype: t
     from ltx_neuron.host.vae_memory import decode_bytes, encode_bytes
 
     threads, has_vae = profile.host_threads, "vae" in config
-    latent = upscaled(job.latent_shape, job.upscale)
+    latent = job.decoded_shape
     host_dtype, clips = dtypes.of_video(profile.host_dtype, dtype), job.encoded_clips
     if job.images:  # one at a time, at the size of their stage
         clips += [EncodedClip((1, stage.height, stage.width)) for stage in job.stages]

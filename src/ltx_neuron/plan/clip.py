@@ -292,12 +292,8 @@ class ClipPlanner:
         rate = f"decode_video {self.plan.host_dtype}"
         return self._host("upsample", flops, rate, f"{kind}, {format_flops(flops)}")
 
-    @property
-    def _latent(self) -> tuple[int, int, int]:
-        return shapes.upscaled(self.job.latent_shape, self.job.upscale)
-
     def _video(self) -> PhaseRow:
-        clip, text, share = self._latent, "diffusion", SHARE
+        clip, text, share = self.job.decoded_shape, "diffusion", SHARE
         if is_diffusion_vae(self.config):
             total = diffusion.decode_flops(diffusion_decoder_config(self.config), clip)
         else:
@@ -331,7 +327,7 @@ class ClipPlanner:
         return self._host("decode_audio", seconds, "decode_audio", text)
 
     def _mp4(self) -> PhaseRow:
-        _, rows, columns = self._latent
+        _, rows, columns = self.job.decoded_shape
         frames, tail = self.job.output_frames, self.job.tail_frames
         pixels = frames * rows * columns * shapes.SPACE_SCALE**2
         what = f"{frames} frames" + (f"; the tail of {tail} is cut off" if tail else "")

@@ -14,7 +14,7 @@ from ltx_neuron.command_line import Parser
 from ltx_neuron.errors import run
 from ltx_neuron.files import check_outputs
 from ltx_neuron.invocation import command
-from ltx_neuron.report.table import compare, exceeded, load, table
+from ltx_neuron.report.latency import compare, exceeded, load, table
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from ltx_neuron.files import whole_file
-from ltx_neuron.report.table import title
+from ltx_neuron.report.latency import title
 
 
 def plot(reports: list[dict], path: str | Path) -> None:

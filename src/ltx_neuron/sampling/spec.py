@@ -11,7 +11,7 @@ its title is the name of the flag's value.
 
 import dataclasses
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from fractions import Fraction
 from functools import cache
@@ -561,19 +561,6 @@ INPUT_FILES = {
     "reference_audio": ("a sound", "FILE"),
     "text_embeddings": ("text embeddings", "FILE"),
 }
-
-
-def to_flags(line: Mapping[str, Any], names: Iterable[str]) -> list[Any]:
-    words = []
-    for name in names:
-        value = line.get(name, False)
-        rows = value if isinstance(value, list) else [] if value is False else [[value]]
-        for values in rows if all(isinstance(x, list) for x in rows) else [rows]:
-            words += [
-                flag_of(name),
-                *(word for word in values if word is not True and word is not None),
-            ]
-    return words
 
 
 def names_of(field: str, model: type[BaseModel] | None = None) -> list[str]:

@@ -16,7 +16,7 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.files import check_folder, exclusive
 from ltx_neuron.invocation import command
 from ltx_neuron.job import Job
-from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.report.latency import Recorder
 from ltx_neuron.serve.flags import EXAMPLE, build_parser
 from ltx_neuron.service.settings import limits_of
 

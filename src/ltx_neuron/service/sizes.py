@@ -20,7 +20,7 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST
 from ltx_neuron.job import Job
 from ltx_neuron.sampling.conditions import TailFrames
-from ltx_neuron.sampling.shapes import AUDIO_LATENTS_PER_SECOND, upscaled
+from ltx_neuron.sampling.shapes import AUDIO_LATENTS_PER_SECOND
 from ltx_neuron.sampling.size import NO_PICTURE, Size
 from ltx_neuron.sampling.spec import SIZES, LoraFile, VideoFields, described_as
 from ltx_neuron.service.api_error import ApiError, field_of, invalid
@@ -257,7 +257,7 @@ class SizeRegistry:
             for stage in job.stages:
                 self.workspace.dit_programs_for(job, stage)
             if self.neuron_vae:
-                clip = upscaled(job.latent_shape, job.upscale)
+                clip = job.decoded_shape
                 graphs = self.workspace.decoder_graphs(clip) + self.workspace.encoder_graphs(job)
                 return all(map(self.workspace.is_made, graphs))
         except UserError:  # absent, damaged, or with other blocks_per_graph

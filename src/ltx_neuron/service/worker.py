@@ -16,14 +16,24 @@ from pathlib import Path
 from PIL import Image
 from torch import Tensor
 
-from ltx_neuron.engine import resume
 from ltx_neuron.engine.decode import DecodedClip
-from ltx_neuron.engine.outputs import code_identity, make_report, run_identity, write_sidecar
+from ltx_neuron.engine.outputs import (
+    JobRun,
+    code_identity,
+    make_report,
+    remove_state,
+    restore_state,
+    run_identity,
+    save_state,
+    state_files,
+    state_path,
+    write_sidecar,
+)
 from ltx_neuron.engine.run import Engine, JobFailure
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.files import whole_file
 from ltx_neuron.job import Job, Stage
-from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.report.latency import Recorder
 from ltx_neuron.service.api_error import field_of
 from ltx_neuron.service.database import StorageError
 from ltx_neuron.service.jobs import PREVIEW, THUMBNAIL, VIDEO, folder_bytes, job_of, public
@@ -146,19 +156,19 @@ class Worker:
         return self._taken[id(job)][1]
 
     def _state_path(self, job: Job) -> Path:
-        return resume.state_path(self._folder(self._entry(job)) / VIDEO)
+        return state_path(self._folder(self._entry(job)) / VIDEO)
 
     def _identity(self, job: Job) -> dict:
         return run_identity(job, self.engine.workspace, self.engine.options)
 
-    def _resume(self, job: Job) -> resume.JobRun | None:
+    def _resume(self, job: Job) -> JobRun | None:
         """Resume a dead worker's run of this job after its last finished stage."""
         path = self._state_path(job)
         if not path.is_file():
             return None
         try:
             dtype = self.engine.workspace.dtype
-            run = resume.restore_state(path, job, self._identity(job), dtype, exact=True)
+            run = restore_state(path, job, self._identity(job), dtype, exact=True)
         except UserError:  # saved by another version, or with another host dtype
             return None
         print(f"{self._entry(job).id}: resumed, {len(run.stages_left)} stages left", flush=True)
@@ -190,11 +200,11 @@ class Worker:
         if self.previews and (picture := self.previews.after_step(stage, number)):
             detail[PREVIEW] = base64.b64encode(picture).decode()
 
-    def _stage(self, run: resume.JobRun) -> None:
-        """Save a finished stage's latents, from which another worker could resume."""
+    def _stage(self, run: JobRun) -> None:
+        """Save a finished stage's latents, from which another worker could"""
         entry = self._entry(run.job)
         with suppress(OSError):  # the disk is full: nobody can resume
-            resume.save_state(path := self._state_path(run.job), run, self._identity(run.job))
+            save_state(path := self._state_path(run.job), run, self._identity(run.job))
             self.queue.keep(entry, path.name)
         left = run.stages_left
         percent = _percent(run.job, left[0], 0) if left else DENOISED
@@ -208,13 +218,14 @@ class Worker:
         folder, chunks = self._folder(entry), self._while_owned(entry, clip.chunks)
         clip.chunks = with_thumbnail(chunks, clip.job, folder / THUMBNAIL)
         clip.write(folder / VIDEO, recorder)
-        write_sidecar(folder / VIDEO, clip.job, self.engine)
+        notes = self.engine.preflight.notes(clip.job)
+        write_sidecar(folder / VIDEO, clip.job, recorder, self.engine.workspace, notes)
         state = self._state_path(clip.job)
-        saved = sum(path.stat().st_size for path in resume.state_files(state) if path.is_file())
+        saved = sum(path.stat().st_size for path in state_files(state) if path.is_file())
         detail = {TIMES: self._details[id(clip.job)][TIMES]}
         if not self.queue.complete(entry, folder_bytes(folder) - saved, detail):
             raise Gone(entry.id)
-        resume.remove_state(state)
+        remove_state(state)
         self._state["videos"] += 1
 
     def _while_owned(self, entry: Entry, chunks: Iterator[Tensor]) -> Iterator[Tensor]:

@@ -11,9 +11,8 @@ import torch
 
 from ltx_neuron.config.common import TEXT_TOKENS, digest
 from ltx_neuron.errors import UserError
-from ltx_neuron.files import write_tensors
 from ltx_neuron.text.encoders import Contexts
-from ltx_neuron.weights.tensorfile import TensorFile
+from ltx_neuron.weights.tensorfile import TensorFile, write_tensors
 
 MAX_FILES = 64  # kept; each has 13 MB per prompt
 
@@ -22,7 +21,7 @@ MAX_FILES = 64  # kept; each has 13 MB per prompt
 HOST_ENCODER_CODE = (
     *("config", "models", "text"),
     *("weights/checkpoint", "weights/lora", "weights/model_files", "weights/sharding"),
-    *("weights/weight_file", "weights/tensorfile"),
+    "weights/tensorfile",
 )
 RANK_ENCODER_CODE = ("config", "models", "text", "weights", "backends")
 

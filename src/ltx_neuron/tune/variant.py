@@ -19,10 +19,11 @@ from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.backends import registry
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.denoise import CompiledStep
-from ltx_neuron.files import MANIFEST, read_json, write_checked, write_json, write_tensors
+from ltx_neuron.files import MANIFEST, read_json, write_checked, write_json
 from ltx_neuron.job import Job
 from ltx_neuron.models.programs import program_name
 from ltx_neuron.tune.step import last_step, prepared, reference
+from ltx_neuron.weights.tensorfile import write_tensors
 
 RESULT, OUTPUTS = "result.json", "outputs.safetensors"  # in the variant's folder
 _TIDY_SECONDS = 3.0

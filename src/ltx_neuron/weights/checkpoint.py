@@ -20,8 +20,7 @@ from ltx_neuron.errors import UserError, as_user_errors
 from ltx_neuron.format import print_once
 from ltx_neuron.hub import DEFAULT_REPO, RELEASE_FILES, download_again
 from ltx_neuron.weights.sharding import COL, COMPONENTS, DIFFUSION, KV, Model, copies, rename, rule
-from ltx_neuron.weights.tensorfile import TensorFile
-from ltx_neuron.weights.weight_file import WeightFile
+from ltx_neuron.weights.tensorfile import TensorFile, WeightFile
 
 SHARD = re.compile(r"-\d+-of-(\d+)\.safetensors$")  # of a name, with the number of parts
 DOWNLOAD = (

@@ -25,11 +25,10 @@ from torch import Tensor
 from ltx_neuron.config.common import digest
 from ltx_neuron.errors import FieldError, UserError
 from ltx_neuron.format import few, print_once
-from ltx_neuron.hub import RELEASE_FILES, download_released, nearest
-from ltx_neuron.weights.checkpoint import Source
+from ltx_neuron.hub import RELEASE_FILES, download_released, hub_name, nearest
+from ltx_neuron.weights.checkpoint import Checkpoint, Source
 from ltx_neuron.weights.sharding import DIFFUSION, SHARDED_MODELS, Model, rename
-from ltx_neuron.weights.tensorfile import TensorFile
-from ltx_neuron.weights.weight_file import WeightFile
+from ltx_neuron.weights.tensorfile import TensorFile, WeightFile
 
 # In an IC-LoRA's metadata: the ratios of stage 1's sides and frames to a reference's.
 _FACTORS = "reference_downscale_factor", "reference_temporal_scale_factor"
@@ -102,6 +101,11 @@ class Lora:
                 return f"no such file\nDownload it: {download_released('lora', release)}"
         near = nearest(self.path)
         return f"no such file{near}; type a .safetensors file, or its name on the Hugging Face Hub"
+
+    @property
+    def words(self) -> tuple[str, str, float]:
+        """The flag to type for it."""
+        return "--lora", hub_name(self.path), self.strength
 
     @property
     def beside(self) -> Path | None:
@@ -396,3 +400,25 @@ class MergedSource(Source):
             return reduce(lambda x, y: y.added_to(x), adapters[1:], total) + weight
         deltas = [adapter.delta().to(weight.dtype) for adapter in adapters]
         return (deltas[0] if len(deltas) == 1 else torch.stack(deltas).sum(dim=0)) + weight
+
+
+def merged_transformer(
+    checkpoint: Checkpoint, loras: WeightSet, heads: dict[str, int]
+) -> MergedSource:
+    """The DiT with LoRAs. Those of another release are merged if they fit, with a note."""
+    release = checkpoint.release
+    files = {lora: lora.file() for lora in loras}
+    releases = {lora: file.named_release or release for lora, file in files.items()}
+    others = {lora: other for lora, other in releases.items() if other is not release}
+    try:
+        source = MergedSource(SHARDED_MODELS["dit"], [checkpoint], loras, heads)
+    except UserError:
+        for lora in others:
+            files[lora].check_release("--lora", release, release.download("lora"))
+        raise
+    source.notes += [
+        f"--lora {lora.path} is of LTX-{other.version}, the model of LTX-{release.version}: it"
+        " is merged, as all its layers fit"
+        for lora, other in others.items()
+    ]
+    return source

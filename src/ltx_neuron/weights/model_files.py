@@ -6,7 +6,6 @@ which a published file's name has too.
 """
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cached_property
@@ -18,20 +17,17 @@ from ltx_neuron.config.common import gemma_download
 from ltx_neuron.config.diffusion import is_diffusion_vae
 from ltx_neuron.config.gemma import GemmaConfig, gemma_config, read_config
 from ltx_neuron.config.parts import KINDS, PARTS
-from ltx_neuron.config.release import Release, parse_release
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import other_format
 from ltx_neuron.weights.checkpoint import DOWNLOAD, SHARD, Checkpoint, gemma_files
 from ltx_neuron.weights.lora import is_lora
 from ltx_neuron.weights.sharding import CONNECTORS, DIFFUSION
-from ltx_neuron.weights.tensorfile import TensorFile
-from ltx_neuron.weights.weight_file import WeightFile
+from ltx_neuron.weights.tensorfile import TensorFile, WeightFile
 
 RECIPES = "distilled", "dev"
 _TRANSFORMERS = "diffusion_models", "unet"  # the transformers' folder in a download
 _TOKENIZER, _ASSET = "tokenizer_json", "hf_asset__"  # names of tensors that are files
 _SIDECARS = "tokenizer_config.json", "processor_config.json", "chat_template.jinja"
-_RELEASE_IN_NAME = re.compile(r"ltx-?(\d+)[._](\d+)")  # of the published files
 
 
 _OWNERS = {section: name for name, part in PARTS.items() for section in part.sections}
@@ -142,7 +138,7 @@ class PartFile(WeightFile):
                 f"{part.flag} {path}: wanted the {part.title} of LTX-{release.version}, got"
                 f" {described(file)}\nDownload it: {download}"
             )
-        check_release(file, part.flag, release, download)
+        file.check_release(part.flag, release, download)
         self._prefix = "" if whole or len(part.prefixes) > 1 else "".join(part.prefixes)
         # A transformer's own connectors are those it was trained with.
         connected = any(name.startswith((*CONNECTORS,)) for name in checkpoint.shapes)
@@ -158,28 +154,6 @@ class PartFile(WeightFile):
         connector = f"{DIFFUSION}{key}".startswith((*CONNECTORS,))
         name = (DIFFUSION if connector else self._prefix) + key
         return name if name.startswith(self._kept) else None
-
-
-def named_release(file: TensorFile) -> Release | None:
-    """The release of a file by its metadata or else by its name; None if neither names one."""
-    named = _RELEASE_IN_NAME.search(file.path.name.lower())
-    label = parse_release(file.metadata.get("model_version", ""))
-    return label or (parse_release(f"{named[1]}.{named[2]}") if named else None)
-
-
-def check_release(file: TensorFile, flag: str, release: Release, download: str) -> None:
-    """Raise UserError if a file is of another supported release by its metadata or, without a
-    version there, by its name: upsamplers and many LoRAs have no `model_version`."""
-    if (named := named_release(file)) in (None, release):
-        return
-    version, rename = file.metadata.get("model_version", ""), ""
-    if not parse_release(version):
-        version = f"{named.version} by its name"
-        rename = f"\nIf it is of LTX-{release.version}, rename it"
-    raise UserError(
-        f"{flag} {file.path} is of LTX {version}, but the checkpoint is of LTX-{release.version}\n"
-        f"Download the file of that release: {download}{rename}"
-    )
 
 
 def located(name: str | Path, kind: str) -> Path:
@@ -395,7 +369,7 @@ class ModelFiles:
         if kind in self.given or not published or self._folder is None:
             return self.given.get(kind)
         of = None, self.release  # a folder may have models of other releases
-        files = [p for p in self._beside.get(kind, []) if named_release(TensorFile(p, "")) in of]
+        files = [p for p in self._beside.get(kind, []) if TensorFile(p, "").named_release in of]
         if kind == "video_vae":
             configs = {path: config_of(TensorFile(path, "")) for path in files}
             convolutional = [path for path in files if not is_diffusion_vae(configs[path])]

@@ -11,10 +11,9 @@ from typed import ended
 
 from ltx_neuron import files, invocation
 from ltx_neuron.artifacts import build
-from ltx_neuron.artifacts.workspace import Workspace
+from ltx_neuron.artifacts.workspace import RunOptions, Workspace
 from ltx_neuron.commands.prepare import ArtifactGroup, Preparation, parts_of
 from ltx_neuron.config.profiles import resolve
-from ltx_neuron.engine.preflight import RunOptions
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Job, Size
 from ltx_neuron.sampling.conditions import Retake, SoundCondition

@@ -14,8 +14,8 @@ from ltx_neuron.doctor import bundle, public
 from ltx_neuron.doctor.system import System
 from ltx_neuron.engine.outputs import logging_failure
 from ltx_neuron.errors import UserError
-from ltx_neuron.report import table
-from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.report import latency
+from ltx_neuron.report.latency import Recorder
 
 PROMPT = 'zebra\'s "violet" slow-motion waltz, 3 acts\nin Köln'
 SECRET = "s3cr3t-value-of-mine"
@@ -100,7 +100,7 @@ def test_no_weights_prompts_secrets_or_names_are_in_a_bundle(ran, tmp_path, monk
     monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", "/home/erika/cache")
     monkeypatch.setenv("TORCH_NEURONX_DEBUG_DIR", str(ran / "logs"))  # they are a run's logs still
     job = {"height": 64, "prompt": PROMPT, "seed": 10, "negative_prompt": PROMPT, "recipe": "dev"}
-    report = table.table(Recorder().report(job, "cpu", 4, {}, {}))
+    report = latency.table(Recorder().report(job, "cpu", 4, {}, {}))
     assert "violet" in report
     private = (
         "/home/erika/x on ip-10-1-2-3 by jdoe\nwith another-one\nsixsix\n" + SECRET + "\n/home/erika\n"

@@ -21,11 +21,11 @@ from ltx_neuron.backends.tiles import RankSound, RankTiles
 from ltx_neuron.config.common import CHECKPOINT_DOWNLOAD
 from ltx_neuron.config.profiles import PROFILES
 from ltx_neuron.engine.decode import Decoder
-from ltx_neuron.engine.resume import JobRun
+from ltx_neuron.engine.outputs import JobRun
 from ltx_neuron.engine.run import Engine
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.host.models import HostModels
-from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.report.latency import Recorder
 from ltx_neuron.text.encoders import Contexts
 
 # Long enough (11 latent frames are 81) that the reference's default tiling cuts it into two overlapping pieces.

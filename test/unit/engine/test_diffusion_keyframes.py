@@ -15,13 +15,13 @@ from torch import Tensor
 from ltx_neuron.config.diffusion import DIFFUSION_VAE
 from ltx_neuron.config.diffusion import EMBEDDING as EMBEDDING_NAME
 from ltx_neuron.engine.decode import Decoder
+from ltx_neuron.engine.outputs import JobRun
 from ltx_neuron.engine.preflight import notes
-from ltx_neuron.engine.resume import JobRun
 from ltx_neuron.errors import FieldError
 from ltx_neuron.host.diffusion import DiffusionDecoder, decode_bytes
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Size
-from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.report.latency import Recorder
 
 FP32 = 2e-6  # relative, after all layers
 SHAPE = 3, 3, 3

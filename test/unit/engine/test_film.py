@@ -10,9 +10,9 @@ from helpers import one_thread, tone  # noqa: F401
 
 from ltx_neuron.engine.decode import Decoder
 from ltx_neuron.engine.film import Film, JoinedSound, blended
-from ltx_neuron.engine.resume import JobRun
+from ltx_neuron.engine.outputs import JobRun
 from ltx_neuron.job import Job
-from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.report.latency import Recorder
 from ltx_neuron.sampling.chunks import layout
 
 RATE, SOUND = 24.0, 48000

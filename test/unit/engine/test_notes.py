@@ -7,9 +7,10 @@ import pytest
 from service_app import FORM, SIZE, Sent, form, opened
 from typed import said
 
+from ltx_neuron.artifacts.workspace import RunOptions
 from ltx_neuron.engine.outputs import sidecar
-from ltx_neuron.engine.preflight import Preflight, RunOptions, notes
-from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.engine.preflight import Preflight, notes
+from ltx_neuron.report.latency import Recorder
 from ltx_neuron.text.inputs import cut_off, load_tokenizer, tokenize
 
 WORDS = " ".join(f"w{number}" for number in range(1000))  # no two are the same

@@ -11,14 +11,21 @@ from jobs import make_job, replace
 
 from ltx_neuron import batch
 from ltx_neuron.batch import RESULTS, Line, Results
-from ltx_neuron.engine.outputs import OutputPaths, is_log, is_sidecar, logging_failure, sibling_files, sidecar
-from ltx_neuron.engine.resume import write_run_tensors
+from ltx_neuron.engine.outputs import (
+    OutputPaths,
+    is_log,
+    is_sidecar,
+    logging_failure,
+    sibling_files,
+    sidecar,
+    write_run_tensors,
+)
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MARK, write_json, write_tensors
 from ltx_neuron.host.video import write_frames
 from ltx_neuron.pipeline import LTXPipeline
 from ltx_neuron.report.__main__ import main as print_report
-from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.report.latency import Recorder
 
 SIDECAR = dict.fromkeys(("sigmas", "profile", "tp", "versions", "identity", "prompt"), "")
 LATENCY_REPORT = dict.fromkeys(("profile", "tp", "versions", "identity"), "") | {"schema": 1}

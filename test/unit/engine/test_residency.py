@@ -6,7 +6,7 @@ import torch
 
 from ltx_neuron.config.profiles import resolve
 from ltx_neuron.engine.residency import ModulationTables, Residency
-from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.report.latency import Recorder
 
 STAYS = "stay in the device's memory"
 

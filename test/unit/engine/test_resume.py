@@ -4,7 +4,7 @@ import pytest
 import torch
 from jobs import make_job
 
-from ltx_neuron.engine.resume import restore_state, write_run_tensors
+from ltx_neuron.engine.outputs import restore_state, write_run_tensors
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Size
 

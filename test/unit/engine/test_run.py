@@ -10,10 +10,10 @@ import torch
 from helpers import allowed
 from jobs import make_job
 
+from ltx_neuron.artifacts.workspace import RunOptions
 from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.engine import run as module
 from ltx_neuron.engine.decode import Result
-from ltx_neuron.engine.preflight import RunOptions
 from ltx_neuron.engine.run import Engine, JobFailure, print_idle_groups, stage_groups
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Job, Size

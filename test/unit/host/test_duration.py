@@ -13,7 +13,7 @@ from typed import parsed
 from ltx_neuron import flags
 from ltx_neuron.batch import read_lines
 from ltx_neuron.commands import generate, prepare
-from ltx_neuron.engine.durations import lasting
+from ltx_neuron.engine.run import lasting
 from ltx_neuron.errors import UserError
 from ltx_neuron.host.duration import duration_head_spec
 from ltx_neuron.sampling.size import AutoDuration

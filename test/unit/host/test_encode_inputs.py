@@ -13,7 +13,7 @@ from typed import said
 
 from ltx_neuron.engine import preflight
 from ltx_neuron.engine.decode import Decoder
-from ltx_neuron.engine.resume import JobRun, restore_state, save_state
+from ltx_neuron.engine.outputs import JobRun, restore_state, save_state
 from ltx_neuron.errors import UserError
 from ltx_neuron.host.encode_inputs import check, encode, mask_divides
 from ltx_neuron.host.images import fill
@@ -24,7 +24,7 @@ from ltx_neuron.host.video import write_video
 from ltx_neuron.job import Job, Size
 from ltx_neuron.pipeline import _trimmed
 from ltx_neuron.pipeline.diffusers import LTXPipelineOutput
-from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.report.latency import Recorder
 from ltx_neuron.sampling.conditions import AttentionMask, ReferenceAudio, ReferenceVideo, Retake, SoundCondition
 from ltx_neuron.sampling.shapes import SAMPLE_RATE, sound_latent_frames
 from ltx_neuron.text.encoders import Contexts

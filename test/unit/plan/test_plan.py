@@ -16,10 +16,9 @@ from tiny.config import released_config
 
 from ltx_neuron import plan as planning
 from ltx_neuron.artifacts import build, tuned_settings
-from ltx_neuron.artifacts.workspace import Workspace
+from ltx_neuron.artifacts.workspace import RunOptions, Workspace
 from ltx_neuron.config.profiles import COLLECTIVES_BUFFER, Chip, resolve
 from ltx_neuron.config.transformer import transformer_config
-from ltx_neuron.engine.preflight import RunOptions
 from ltx_neuron.engine.run import Engine
 from ltx_neuron.errors import UserError
 from ltx_neuron.format import format_bytes
@@ -32,8 +31,8 @@ from ltx_neuron.plan.clip import ClipPlanner
 from ltx_neuron.plan.forecast import PUBLISHED, forecast
 from ltx_neuron.plan.layouts import layouts
 from ltx_neuron.plan.table import clip_table, headline, layout_table, table
+from ltx_neuron.report.latency import PHASES, Recorder
 from ltx_neuron.report.price import Price
-from ltx_neuron.report.recorder import PHASES, Recorder
 from ltx_neuron.sampling import conditions as inputs
 from ltx_neuron.sampling.shapes import video_latent_shape
 from ltx_neuron.weights.checkpoint import Checkpoint

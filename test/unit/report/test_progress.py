@@ -12,8 +12,8 @@ import threading
 
 import pytest
 
+from ltx_neuron.report.latency import PHASES, Recorder
 from ltx_neuron.report.progress import TITLES, PhaseLines, bar, line
-from ltx_neuron.report.recorder import PHASES, Recorder
 
 # A phase of a second, then two steps with a second between them
 RUN = """

@@ -12,11 +12,11 @@ import pytest
 from typed import ended
 
 from ltx_neuron.errors import UserError
+from ltx_neuron.report import latency as latency
 from ltx_neuron.report import plot
-from ltx_neuron.report import table as latency
 from ltx_neuron.report.__main__ import main as report_main
+from ltx_neuron.report.latency import Recorder
 from ltx_neuron.report.price import Price
-from ltx_neuron.report.recorder import Recorder
 
 JOB = {"height": 384, "width": 512, "prompt": "a very long prompt " * 20}
 MEGABYTE = 1_000_000
@@ -142,7 +142,7 @@ def test_a_paused_phase_does_not_count_the_phases_that_it_waits_for(clock):
 # once. Two children one after another, then a grandchild.
 CHILDREN = f"""
 import subprocess, sys, time
-from ltx_neuron.report import recorder as recording
+from ltx_neuron.report import latency as recording
 recording._PeakMemory.LIST_SECONDS = 0.1
 recorder = recording.Recorder()
 code = "import time; held = b'x' * {{}}; print(1, flush=True); time.sleep(0.8)"
@@ -239,7 +239,7 @@ def test_a_report_has_the_price_of_its_clips_for_the_part_of_the_machine_that_ma
 
 def test_the_first_clip_is_timed_from_the_start_of_the_process():
     code = (
-        "import time; from ltx_neuron.report.recorder import Recorder; time.sleep(0.3);"
+        "import time; from ltx_neuron.report.latency import Recorder; time.sleep(0.3);"
         "r = Recorder(); time.sleep(0.1); r.finished(5); time.sleep(1); r.finished(5);"
         "print(r.report({}, 'cpu', 1, {}, {})['start_to_first_clip'])"
     )

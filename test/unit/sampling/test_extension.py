@@ -7,7 +7,7 @@ import torch
 from jobs import make_job
 from typed import said
 
-from ltx_neuron.engine.resume import JobRun
+from ltx_neuron.engine.outputs import JobRun
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Size
 from ltx_neuron.plan import weight_sets

@@ -14,10 +14,9 @@ from jobs import make_job, read_voice, replace
 from typed import parsed, said
 
 from ltx_neuron import flags
-from ltx_neuron.artifacts.workspace import Workspace
+from ltx_neuron.artifacts.workspace import RunOptions, Workspace
 from ltx_neuron.config.profiles import resolve
 from ltx_neuron.engine.outputs import run_identity
-from ltx_neuron.engine.preflight import RunOptions
 from ltx_neuron.engine.run import Engine
 from ltx_neuron.errors import UserError
 from ltx_neuron.host import encode_inputs
@@ -25,7 +24,7 @@ from ltx_neuron.invocation import command
 from ltx_neuron.job import Job, Size
 from ltx_neuron.models.signatures import NO_VOICE, PASSES
 from ltx_neuron.pipeline import LTXPipeline
-from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.report.latency import Recorder
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditions import (
     AttentionMask,

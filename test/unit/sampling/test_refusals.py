@@ -18,10 +18,10 @@ from typed import parsed
 from ltx_neuron import batch, flags
 from ltx_neuron.errors import FieldError, UserError
 from ltx_neuron.host import encode_inputs
-from ltx_neuron.job import Job, Size
+from ltx_neuron.job import Job, Size, to_flags
 from ltx_neuron.sampling import rules
 from ltx_neuron.sampling.conditions import ImageCondition
-from ltx_neuron.sampling.spec import GuidanceFields, JobFields, to_flags
+from ltx_neuron.sampling.spec import GuidanceFields, JobFields
 from ltx_neuron.service.api_error import ApiError, field_of
 from ltx_neuron.service.fields import _MEDIA, KNOWN, read_request, with_field_names
 from ltx_neuron.service.jobs import public

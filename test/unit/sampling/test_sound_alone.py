@@ -17,8 +17,7 @@ from ltx_neuron.host.video import check_output_path, write_wav
 from ltx_neuron.job import Job, Size
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import dit_program, may_divide
-from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.report.table import table
+from ltx_neuron.report.latency import Recorder, table
 from ltx_neuron.service.api_error import ApiError
 from ltx_neuron.service.fields import read_request
 from ltx_neuron.service.sizes import _records

@@ -14,16 +14,15 @@ from safetensors.torch import save_file
 from ltx_neuron import artifacts, flags, invocation
 from ltx_neuron.artifacts import tuned_settings
 from ltx_neuron.artifacts.tuned_settings import TunedSettings
-from ltx_neuron.artifacts.workspace import Workspace
+from ltx_neuron.artifacts.workspace import RunOptions, Workspace
 from ltx_neuron.backends import registry
 from ltx_neuron.config import profiles
 from ltx_neuron.config.profiles import COLLECTIVES_BUFFER, resolve
 from ltx_neuron.engine.outputs import make_report, run_identity
-from ltx_neuron.engine.preflight import RunOptions
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import write_json
 from ltx_neuron.job import Size
-from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.report.latency import Recorder
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
 from ltx_neuron.tune import __main__ as command
 from ltx_neuron.tune import search as searching

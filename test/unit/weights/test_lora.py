@@ -14,13 +14,12 @@ from jobs import make_job
 from safetensors.torch import load_file, save, save_file
 
 from ltx_neuron.artifacts import build
-from ltx_neuron.artifacts.workspace import Workspace
+from ltx_neuron.artifacts.workspace import RunOptions, Workspace
 from ltx_neuron.config.profiles import resolve
-from ltx_neuron.engine.preflight import RunOptions
 from ltx_neuron.engine.run import Engine
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Job, Size
-from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.report.latency import Recorder
 from ltx_neuron.weights import model_files
 from ltx_neuron.weights.checkpoint import Checkpoint, Source
 from ltx_neuron.weights.lora import Lora, MergedSource, _fingerprint, identity_of

@@ -18,22 +18,21 @@ from tiny.gemma import gemma_4_config
 from tiny.weights import save
 
 from ltx_neuron.artifacts import build
-from ltx_neuron.artifacts.workspace import Workspace
+from ltx_neuron.artifacts.workspace import RunOptions, Workspace
 from ltx_neuron.config.common import TEXT_TOKENS
 from ltx_neuron.config.gemma import GEMMA_3_12B, GEMMA_4_12B, read_config
 from ltx_neuron.config.profiles import resolve
 from ltx_neuron.config.release import identified, parse_release
-from ltx_neuron.engine.preflight import RunOptions
 from ltx_neuron.engine.run import Engine
 from ltx_neuron.errors import FieldError, UserError
 from ltx_neuron.host.loading import upsampler_spec
 from ltx_neuron.hub import RELEASE_FILES
-from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.report.latency import Recorder
 from ltx_neuron.sampling.size import Size
 from ltx_neuron.text.inputs import embedded_tokenizer, load_tokenizer, tokenize
 from ltx_neuron.weights.checkpoint import Checkpoint, Source
 from ltx_neuron.weights.lora import Lora
-from ltx_neuron.weights.model_files import ModelFiles, TextEncoderFile, kind_of, located, named_release
+from ltx_neuron.weights.model_files import ModelFiles, TextEncoderFile, kind_of, located
 from ltx_neuron.weights.sharding import SHARDED_MODELS
 from ltx_neuron.weights.tensorfile import TensorFile
 
@@ -218,7 +217,7 @@ def test_files_with_the_names_of_transformers_and_of_comfyui_give_equal_weights(
 def test_the_release_in_the_metadata_counts_more_than_the_one_in_the_name(tmp_path):
     for metadata, version in ((None, "2.3"), ({"model_version": "2.5.0"}, "2.5")):
         save_file({"x": torch.zeros(1)}, path := tmp_path / "ltx-2.3-lora.safetensors", metadata)
-        release = named_release(TensorFile(path, ""))
+        release = TensorFile(path, "").named_release
         assert release and release.version == version
 
 

@@ -24,7 +24,7 @@ from ltx_neuron.weights.lora import Lora, MergedSource
 from ltx_neuron.weights.model_files import TextEncoderFile
 from ltx_neuron.weights.sharder import compare, shard_specs, shard_weights
 from ltx_neuron.weights.sharding import SHARDED_MODELS
-from ltx_neuron.weights.weight_file import WeightFile
+from ltx_neuron.weights.tensorfile import WeightFile
 
 BLOCK = "model.diffusion_model.transformer_blocks.1."  # the released ones keep first and last block
 QUERY, KEY = f"{BLOCK}attn1.to_q", f"{BLOCK}attn1.to_k"
@@ -155,7 +155,7 @@ def test_every_way_to_read_a_tensor_gives_the_dequantised_one(pairs, layout, mod
 def test_rank_files_are_those_of_the_file_dequantised_beforehand(pairs, tiny, split, tmp_path, monkeypatch, layout):
     # Pieces of a few rows
     monkeypatch.setattr("ltx_neuron.weights.sharder._PIECE_BYTES", 500)
-    monkeypatch.setattr("ltx_neuron.weights.weight_file._PIECE", 100)
+    monkeypatch.setattr("ltx_neuron.weights.tensorfile._PIECE", 100)
     loras, written = (Lora((split if layout == "int8" else tiny).lora, 0.7),), []
     for number, files in enumerate(pairs(layout)):
         source, folder = MergedSource(SHARDED_MODELS["dit"], files, loras), tmp_path / str(number)
