@@ -360,8 +360,8 @@ class Workspace:
                 note += " compiled without sequence parallelism"
 
             def program() -> Program:
-                groups = self.profile, self.tp
-                comm, context = registry.comm(*groups), registry.context(*groups)
+                comm = registry.comm(self.profile, self.tp)
+                context = registry.context(self.profile, self.tp)
                 cut = profile.blocks_per_graph, profile.attention, divides, context
                 return dit_program(self.transformer, bucket, self.tp, comm, self.dtype, *cut)
 

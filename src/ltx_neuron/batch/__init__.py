@@ -18,7 +18,7 @@ from ltx_neuron import files
 from ltx_neuron.artifacts.workspace import RunOptions, Workspace
 from ltx_neuron.batch import prompts_file
 from ltx_neuron.config.common import digest
-from ltx_neuron.engine.decode import DecodedClip
+from ltx_neuron.engine.decode import DecodedClip, JobFailure
 from ltx_neuron.engine.outputs import (
     JobRun,
     OutputPaths,
@@ -36,7 +36,7 @@ from ltx_neuron.engine.outputs import (
     state_path,
     write_sidecar,
 )
-from ltx_neuron.engine.run import Engine, JobFailure, with_durations
+from ltx_neuron.engine.run import Engine, with_durations
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import check_readable, write_json
 from ltx_neuron.format import few

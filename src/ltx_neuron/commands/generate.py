@@ -3,6 +3,9 @@
 import argparse
 from collections.abc import Callable
 from functools import cache, partial
+from pathlib import Path
+
+import torch
 
 from ltx_neuron import batch, flags, invocation
 from ltx_neuron.artifacts.workspace import RunOptions, Workspace
@@ -19,7 +22,8 @@ from ltx_neuron.engine.outputs import (
     write_run_tensors,
     write_sidecar,
 )
-from ltx_neuron.engine.run import Engine, predict_only, with_durations
+from ltx_neuron.engine.run import Engine, lasting, predict, with_durations
+from ltx_neuron.files import check_outputs, check_writable
 from ltx_neuron.flags import verbs
 from ltx_neuron.host.encode_inputs import with_alpha
 from ltx_neuron.host.video import write_frames
@@ -105,6 +109,23 @@ def generate(job: Job, workspace: Workspace, options: RunOptions, outputs: Outpu
         report = write_sidecar(outputs.video, job, recorder, workspace, notes)
         show(report, outputs.report)  # before the state is removed
     print(f"{'sound' if job.sound_only else 'video'}: {outputs.video}")
+
+
+def predict_only(engine: Engine, job: Job, tensors: Path | None) -> None:
+    """Print the predicted length of a job of auto_duration. Generates nothing.
+
+    tensors  a safetensors file for `seconds`, `num_frames` and the contexts
+    """
+    if tensors:
+        check_writable(tensors, "--save-tensors FILE")
+        check_outputs({"--save-tensors": tensors}, engine.preflight.files_read([job]))
+    with engine:
+        ((run, seconds),) = predict(engine, [job])
+    if tensors:
+        frames = lasting(run.job, seconds).size.num_frames
+        length = {"seconds": torch.tensor([seconds]), "num_frames": torch.tensor([frames])}
+        identity = job.identity | {"checkpoint": engine.workspace.checkpoint.fingerprint}
+        write_run_tensors(tensors, run.tensors | length, identity)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -1,6 +1,8 @@
-"""The end of a job: its latents are upscaled and decoded, and written while they are decoded."""
+"""The end of a job: its latents are upscaled and decoded, and written while they are decoded. Jobs
+end one after another, in a thread."""
 
 from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, wait
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
@@ -9,8 +11,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ltx_neuron.backends.neuron_errors import DeviceFailure
+from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.engine.outputs import JobRun
-from ltx_neuron.host.background import Background, prefetch, wait_for
+from ltx_neuron.errors import UserError
+from ltx_neuron.host.background import POLL_SECONDS, Background, prefetch, wait_for
 from ltx_neuron.host.encode_inputs import with_source
 from ltx_neuron.host.hdr import exr_folder
 from ltx_neuron.host.masters import write_hlg, write_prores
@@ -80,6 +85,14 @@ class Result:
         assert waveform is not None and (frames is not None or self.job.sound_only)
         chunks = iter(() if frames is None else (frames,))
         return DecodedClip(self.job, chunks, lambda: waveform, self.sample_rate)
+
+
+@dataclass
+class JobFailure:
+    """The error of one job of a batch."""
+
+    job: Job
+    error: Exception
 
 
 class Decoder:
@@ -206,3 +219,63 @@ class Decoder:
         with self.recorder.phase("decode_audio"):
             waveform = self.decode_audio(tensors[job.audio_key])
         return job.extension.heard(waveform, self.host.sample_rate) if job.extension else waveform
+
+
+# --- many jobs ------------------------------------------------------------------------------------
+
+
+class Decodes(Background):
+    """Decodes jobs in its thread, one after another.
+
+    isolate  see Engine.run
+    waits    `end` waits for the result
+    poll     called regularly during a wait; its error ends the waiting
+    """
+
+    def __init__(self, isolate: bool, waits: bool, poll: Callable[[], None]) -> None:
+        super().__init__("decode")
+        self.isolate, self.waits, self.poll = isolate, waits, poll
+        self._future: Future | None = None
+
+    def end(self, run: JobRun, generation: Iterator) -> Iterator[Result | JobFailure]:
+        """End a job's generation. Yields the outcomes that are ready, in their order."""
+        yield from self.outcomes()
+        self._future = self.submit(_outcome, run, generation, self.isolate)
+        if self.waits or run.error:
+            yield from self.outcomes()
+
+    def outcomes(self, wait: bool = True) -> Iterator[Result | JobFailure]:
+        """The last job's outcome; without `wait`, only if it is ready."""
+        if self._future and (wait or self._future.done()):
+            future, self._future = self._future, None
+            yield wait_for(future, self.poll)
+
+    def are_running(self) -> bool:
+        """Wait briefly for the running decode. Returns whether it still runs."""
+        self.poll()
+        return bool(self._future) and bool(wait([self._future], POLL_SECONDS).not_done)
+
+
+def _outcome(run: JobRun, generation: Iterator, isolate: bool) -> Result | JobFailure:
+    if not run.error:
+        with isolated(run, isolate):
+            return next(generation)
+    assert run.error
+    return JobFailure(run.job, run.error)
+
+
+@contextmanager
+def isolated(run: JobRun, isolate: bool) -> Iterator[None]:
+    """Store an error of this job in `run.error`, so that the other jobs can continue.
+
+    Errors of a rank or device, and user's mistakes outside of the job's own files, concern all jobs
+    and are raised. Without `isolate` every error is raised.
+    """
+    try:
+        yield
+    except (RankError, DeviceFailure):
+        raise
+    except Exception as error:
+        if not isolate or isinstance(error, UserError) and not error.of_one_job:
+            raise
+        run.error = error

@@ -4,9 +4,7 @@
 import os
 import time
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -15,19 +13,16 @@ import torch
 from torch import Tensor
 
 from ltx_neuron.artifacts.workspace import RunOptions, Workspace, audio_dtype
-from ltx_neuron.backends.neuron_errors import DeviceFailure
-from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.denoise import StageRun, starting_states, to_upsample
 from ltx_neuron.denoise.tiled import TiledStageRun
-from ltx_neuron.engine.decode import DecodedClip, Decoder, Result
+from ltx_neuron.engine.decode import DecodedClip, Decoder, Decodes, JobFailure, Result, isolated
 from ltx_neuron.engine.film import Film
-from ltx_neuron.engine.outputs import JobRun, write_run_tensors
+from ltx_neuron.engine.outputs import JobRun
 from ltx_neuron.engine.preflight import Compiled, Failed, Preflight
 from ltx_neuron.engine.residency import Residency
 from ltx_neuron.errors import UserError, require
-from ltx_neuron.files import check_outputs, check_writable
 from ltx_neuron.host import encode_inputs
-from ltx_neuron.host.background import POLL_SECONDS, Background, wait_for
+from ltx_neuron.host.background import Background, wait_for
 from ltx_neuron.host.duration import DOWNLOAD, FLAG, duration_head_spec
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Stage
@@ -41,14 +36,6 @@ from ltx_neuron.text.encoders import Contexts, read_contexts
 from ltx_neuron.weights.lora import WeightSet
 
 _REMEMBERED_PROMPTS = 32  # contexts have 13 MB per prompt
-
-
-@dataclass
-class JobFailure:
-    """The error of one job of a batch."""
-
-    job: Job
-    error: Exception
 
 
 class Engine:
@@ -295,11 +282,11 @@ class Engine:
         unusable = {id(job) for job, _ in failed}
         return [job for job in jobs if id(job) not in unusable], failed, compiled
 
-    def _decodes(self, isolate: bool) -> "_Decodes":
+    def _decodes(self, isolate: bool) -> Decodes:
         if self.options.neuron_vae:  # the decoding thread checks the ranks itself
-            return _Decodes(isolate, waits=True, poll=lambda: None)
+            return Decodes(isolate, waits=True, poll=lambda: None)
         waits = not self.workspace.profile.overlap_decode
-        return _Decodes(isolate, waits, self.residency.poll)
+        return Decodes(isolate, waits, self.residency.poll)
 
     @contextmanager
     def _session(self, keep: bool) -> Iterator[None]:
@@ -433,63 +420,6 @@ def stage_groups(
     return groups
 
 
-class _Decodes(Background):
-    """Decodes jobs in its thread, one after another.
-
-    isolate  see Engine.run
-    waits    `end` waits for the result
-    poll     called regularly during a wait; its error ends the waiting
-    """
-
-    def __init__(self, isolate: bool, waits: bool, poll: Callable[[], None]) -> None:
-        super().__init__("decode")
-        self.isolate, self.waits, self.poll = isolate, waits, poll
-        self._future: Future | None = None
-
-    def end(self, run: JobRun, generation: Iterator) -> Iterator[Result | JobFailure]:
-        """End a job's generation. Yields the outcomes that are ready, in their order."""
-        yield from self.outcomes()
-        self._future = self.submit(_outcome, run, generation, self.isolate)
-        if self.waits or run.error:
-            yield from self.outcomes()
-
-    def outcomes(self, wait: bool = True) -> Iterator[Result | JobFailure]:
-        """The last job's outcome; without `wait`, only if it is ready."""
-        if self._future and (wait or self._future.done()):
-            future, self._future = self._future, None
-            yield wait_for(future, self.poll)
-
-    def are_running(self) -> bool:
-        """Wait briefly for the running decode. Returns whether it still runs."""
-        self.poll()
-        return bool(self._future) and bool(wait([self._future], POLL_SECONDS).not_done)
-
-
-def _outcome(run: JobRun, generation: Iterator, isolate: bool) -> Result | JobFailure:
-    if not run.error:
-        with isolated(run, isolate):
-            return next(generation)
-    assert run.error
-    return JobFailure(run.job, run.error)
-
-
-@contextmanager
-def isolated(run: JobRun, isolate: bool) -> Iterator[None]:
-    """Store an error of this job in `run.error`, so that the other jobs can continue.
-
-    Errors of a rank or device, and user's mistakes outside of the job's own files, concern all jobs
-    and are raised. Without `isolate` every error is raised.
-    """
-    try:
-        yield
-    except (RankError, DeviceFailure):
-        raise
-    except Exception as error:
-        if not isolate or isinstance(error, UserError) and not error.of_one_job:
-            raise
-        run.error = error
-
-
 def print_idle_groups(job: Job, stage: Stage, groups: int) -> None:
     """Print how many guidance groups have nothing to do in a stage, if there are any."""
     passes = independent_passes(job, stage)
@@ -558,20 +488,3 @@ def predict(engine: Engine, jobs: list[Job]) -> list[tuple[JobRun, float]]:
         print(f"duration head: {seconds:.2f} s; {frames}")
         predicted.append((run, seconds))
     return predicted
-
-
-def predict_only(engine: Engine, job: Job, tensors: Path | None) -> None:
-    """Print the predicted length of a job of auto_duration. Generates nothing.
-
-    tensors  a safetensors file for `seconds`, `num_frames` and the contexts
-    """
-    if tensors:
-        check_writable(tensors, "--save-tensors FILE")
-        check_outputs({"--save-tensors": tensors}, engine.preflight.files_read([job]))
-    with engine:
-        ((run, seconds),) = predict(engine, [job])
-    if tensors:
-        frames = lasting(run.job, seconds).size.num_frames
-        length = {"seconds": torch.tensor([seconds]), "num_frames": torch.tensor([frames])}
-        identity = job.identity | {"checkpoint": engine.workspace.checkpoint.fingerprint}
-        write_run_tensors(tensors, run.tensors | length, identity)

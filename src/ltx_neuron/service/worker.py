@@ -16,7 +16,7 @@ from pathlib import Path
 from PIL import Image
 from torch import Tensor
 
-from ltx_neuron.engine.decode import DecodedClip
+from ltx_neuron.engine.decode import DecodedClip, JobFailure
 from ltx_neuron.engine.outputs import (
     JobRun,
     code_identity,
@@ -29,7 +29,7 @@ from ltx_neuron.engine.outputs import (
     state_path,
     write_sidecar,
 )
-from ltx_neuron.engine.run import Engine, JobFailure
+from ltx_neuron.engine.run import Engine
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.files import whole_file
 from ltx_neuron.job import Job, Stage

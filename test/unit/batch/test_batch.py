@@ -15,8 +15,8 @@ from typed import parsed, said
 
 from ltx_neuron import batch
 from ltx_neuron.batch import RESULTS, prompts_file, read_lines
+from ltx_neuron.engine.decode import JobFailure
 from ltx_neuron.engine.outputs import write_run_tensors
-from ltx_neuron.engine.run import JobFailure
 from ltx_neuron.errors import UserError
 from ltx_neuron.flags import job_of_line
 from ltx_neuron.job import Job

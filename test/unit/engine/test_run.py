@@ -13,8 +13,8 @@ from jobs import make_job
 from ltx_neuron.artifacts.workspace import RunOptions
 from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.engine import run as module
-from ltx_neuron.engine.decode import Result
-from ltx_neuron.engine.run import Engine, JobFailure, print_idle_groups, stage_groups
+from ltx_neuron.engine.decode import JobFailure, Result
+from ltx_neuron.engine.run import Engine, print_idle_groups, stage_groups
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Job, Size
 
