@@ -16,19 +16,8 @@ from pathlib import Path
 from PIL import Image
 from torch import Tensor
 
+from ltx_neuron.engine import outputs
 from ltx_neuron.engine.decode import DecodedClip, JobFailure
-from ltx_neuron.engine.outputs import (
-    JobRun,
-    code_identity,
-    make_report,
-    remove_state,
-    restore_state,
-    run_identity,
-    save_state,
-    state_files,
-    state_path,
-    write_sidecar,
-)
 from ltx_neuron.engine.run import Engine
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.files import whole_file
@@ -78,7 +67,7 @@ class Worker:
     def run(self) -> None:
         """Run jobs until `stop` is set. Then unfinished jobs wait again."""
         workspace = self.engine.workspace
-        self._state["identity"] = code_identity(workspace)
+        self._state["identity"] = outputs.code_identity(workspace)
         try:
             with run_periodically(self._beat, min(self.queue.lease / 4, 5.0), "heartbeat"):
                 print("ready: the worker takes jobs; the first one loads the model", flush=True)
@@ -156,19 +145,19 @@ class Worker:
         return self._taken[id(job)][1]
 
     def _state_path(self, job: Job) -> Path:
-        return state_path(self._folder(self._entry(job)) / VIDEO)
+        return outputs.state_path(self._folder(self._entry(job)) / VIDEO)
 
     def _identity(self, job: Job) -> dict:
-        return run_identity(job, self.engine.workspace, self.engine.options)
+        return outputs.run_identity(job, self.engine.workspace, self.engine.options)
 
-    def _resume(self, job: Job) -> JobRun | None:
+    def _resume(self, job: Job) -> outputs.JobRun | None:
         """Resume a dead worker's run of this job after its last finished stage."""
         path = self._state_path(job)
         if not path.is_file():
             return None
         try:
             dtype = self.engine.workspace.dtype
-            run = restore_state(path, job, self._identity(job), dtype, exact=True)
+            run = outputs.restore_state(path, job, self._identity(job), dtype, exact=True)
         except UserError:  # saved by another version, or with another host dtype
             return None
         print(f"{self._entry(job).id}: resumed, {len(run.stages_left)} stages left", flush=True)
@@ -200,11 +189,11 @@ class Worker:
         if self.previews and (picture := self.previews.after_step(stage, number)):
             detail[PREVIEW] = base64.b64encode(picture).decode()
 
-    def _stage(self, run: JobRun) -> None:
+    def _stage(self, run: outputs.JobRun) -> None:
         """Save a finished stage's latents, from which another worker could"""
         entry = self._entry(run.job)
         with suppress(OSError):  # the disk is full: nobody can resume
-            save_state(path := self._state_path(run.job), run, self._identity(run.job))
+            outputs.save_state(path := self._state_path(run.job), run, self._identity(run.job))
             self.queue.keep(entry, path.name)
         left = run.stages_left
         percent = _percent(run.job, left[0], 0) if left else DENOISED
@@ -219,13 +208,13 @@ class Worker:
         clip.chunks = with_thumbnail(chunks, clip.job, folder / THUMBNAIL)
         clip.write(folder / VIDEO, recorder)
         notes = self.engine.preflight.notes(clip.job)
-        write_sidecar(folder / VIDEO, clip.job, recorder, self.engine.workspace, notes)
+        outputs.write_sidecar(folder / VIDEO, clip.job, recorder, self.engine.workspace, notes)
         state = self._state_path(clip.job)
-        saved = sum(path.stat().st_size for path in state_files(state) if path.is_file())
+        saved = sum(path.stat().st_size for path in outputs.state_files(state) if path.is_file())
         detail = {TIMES: self._details[id(clip.job)][TIMES]}
         if not self.queue.complete(entry, folder_bytes(folder) - saved, detail):
             raise Gone(entry.id)
-        remove_state(state)
+        outputs.remove_state(state)
         self._state["videos"] += 1
 
     def _while_owned(self, entry: Entry, chunks: Iterator[Tensor]) -> Iterator[Tensor]:
@@ -266,7 +255,7 @@ class Worker:
 
     def _keep_records(self) -> None:
         """Add the engine's records to this worker's totals, and clear them: they grow."""
-        report = make_report(self.engine.recorder, self.engine.workspace, {})
+        report = outputs.make_report(self.engine.recorder, self.engine.workspace, {})
         phases = self._state["phases"]
         for phase in report["phases"]:
             seconds = phase["seconds"] + phase.get("overlapped_seconds", 0.0)
