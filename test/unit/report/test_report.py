@@ -12,8 +12,7 @@ import pytest
 from typed import ended
 
 from ltx_neuron.errors import UserError
-from ltx_neuron.report import latency as latency
-from ltx_neuron.report import plot
+from ltx_neuron.report import latency, plot
 from ltx_neuron.report.__main__ import main as report_main
 from ltx_neuron.report.latency import Recorder
 from ltx_neuron.report.price import Price
