@@ -22,8 +22,8 @@ from ltx_neuron.files import (
     read_json,
     remove_leftovers,
     whole_file,
-    write_tensors,
 )
+from ltx_neuron.weights.tensorfile import write_tensors
 
 
 def test_a_temporary_file_that_another_writer_removes_before_it_is_locked_is_made_again(tmp_path, monkeypatch):

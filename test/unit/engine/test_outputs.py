@@ -21,11 +21,12 @@ from ltx_neuron.engine.outputs import (
     write_run_tensors,
 )
 from ltx_neuron.errors import UserError
-from ltx_neuron.files import MARK, write_json, write_tensors
+from ltx_neuron.files import MARK, write_json
 from ltx_neuron.host.video import write_frames
 from ltx_neuron.pipeline import LTXPipeline
 from ltx_neuron.report.__main__ import main as print_report
 from ltx_neuron.report.latency import Recorder
+from ltx_neuron.weights.tensorfile import write_tensors
 
 SIDECAR = dict.fromkeys(("sigmas", "profile", "tp", "versions", "identity", "prompt"), "")
 LATENCY_REPORT = dict.fromkeys(("profile", "tp", "versions", "identity"), "") | {"schema": 1}
