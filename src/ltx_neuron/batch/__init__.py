@@ -37,9 +37,8 @@ from ltx_neuron.engine.preflight import RunOptions
 from ltx_neuron.engine.resume import JobRun, remove_state, restore_state, save_state, state_path
 from ltx_neuron.engine.run import Engine, JobFailure
 from ltx_neuron.errors import UserError
-from ltx_neuron.files import check_readable, write_json
+from ltx_neuron.files import check_readable, content_digest, write_json
 from ltx_neuron.format import few
-from ltx_neuron.host.images import content_digest
 from ltx_neuron.job import Job
 from ltx_neuron.report.recorder import Recorder
 

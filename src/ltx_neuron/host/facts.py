@@ -6,14 +6,24 @@ from typing import Any
 from ltx_neuron.errors import FieldError, UserError
 from ltx_neuron.files import check_readable
 from ltx_neuron.format import print_once
-from ltx_neuron.host.encode_inputs import DUBBED, REFERENCE, RETAKE, VOICE, read_reference_audio
 from ltx_neuron.host.hdr import exr_frames, package, read_exr
-from ltx_neuron.host.images import is_still
-from ltx_neuron.host.media import footage, read_sound, video_size
+from ltx_neuron.host.input_files import (
+    DUBBED,
+    REFERENCE,
+    RETAKE,
+    VOICE,
+    footage,
+    inspected,
+    is_still,
+    read_reference_audio,
+    read_sound,
+    sound_latent_frames,
+)
 from ltx_neuron.sampling.conditions import WeightedFile
+from ltx_neuron.sampling.extension import check_source
 from ltx_neuron.sampling.inputs import JobInputs, Media
-from ltx_neuron.sampling.shapes import SPACE_SCALE, TIME_SCALE, sound_latent_frames
-from ltx_neuron.sampling.size import Size
+from ltx_neuron.sampling.shapes import SPACE_SCALE, TIME_SCALE
+from ltx_neuron.sampling.size import Size, exact_frame_rate
 from ltx_neuron.weights.lora import WeightSet, detailing_scale, dubbing_scale, reference_scale
 
 
@@ -116,6 +126,33 @@ def _clip(inputs: JobInputs) -> tuple[int, float]:
             " one"
         )
     return used, rate
+
+
+def video_size(path: str | Path, flag: str, extends: bool = False, upright: bool = True) -> Size:
+    """The size of a retake's file, or of one that is extended. Raises UserError, with the command
+    that cuts the file, for a size that the model cannot have."""
+    check_readable(path, flag, f"; pass a video as {flag} FILE")
+    video = inspected(path, flag, upright)
+    size, frames = video.size, video.size.num_frames
+    if not extends:
+        frames = max(1, (frames - 1) // TIME_SCALE * TIME_SCALE + 1)
+    else:
+        check_source(frames)
+    height, width = (max(SPACE_SCALE, side // SPACE_SCALE * SPACE_SCALE) for side in size.sides)
+    if (size.num_frames, size.sides) != (frames, (height, width)):
+        counted = "8k+1 frames and " if not extends else ""
+        video.wrong.append(
+            f"has {size.num_frames} frames of {size.height}x{size.width}; wanted {counted}sides"
+            f" that are multiples of {SPACE_SCALE}"
+        )
+        fill = f"scale={width}:{height}:force_original_aspect_ratio=increase,crop={width}:{height}"
+        video.filters.append(fill)
+    if video.wrong:
+        rate = exact_frame_rate(size.frame_rate)
+        cut = "-frames:v", frames, "-t", f"{float(frames / rate):.3f}"
+        name = f"{height}x{width}x{frames}.mp4"
+        raise video.refusal(path, flag, name, *(() if extends else cut))
+    return size
 
 
 UPSCALED = "--upscale-video"

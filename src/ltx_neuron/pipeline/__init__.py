@@ -18,12 +18,12 @@ from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.config.profiles import resolve
 from ltx_neuron.engine.decode import UPSCALED, Result
 from ltx_neuron.engine.durations import with_durations
+from ltx_neuron.engine.outputs import check_output_path
 from ltx_neuron.engine.preflight import RunOptions
 from ltx_neuron.engine.resume import JobRun
 from ltx_neuron.engine.run import Engine
 from ltx_neuron.errors import FieldError, UserError, require
 from ltx_neuron.files import check_outputs
-from ltx_neuron.host.video import check_output_path
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.pipeline.diffusers import (
     DiffusersWords,
