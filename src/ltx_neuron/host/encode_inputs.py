@@ -17,26 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ltx_neuron.errors import UserError, own_files
-from ltx_neuron.host import hdr
-from ltx_neuron.host.input_files import (
-    CHANNELS,
-    DUBBED,
-    MASK,
-    REFERENCE,
-    RETAKE,
-    SOUND,
-    Sound,
-    check_filling,
-    decode_image,
-    fill,
-    mask_frames,
-    pixels_of,
-    read_frames,
-    read_reference_audio,
-    read_sound_condition,
-    retaken_sound,
-    voice_flag,
-)
+from ltx_neuron.host import hdr, input_files
+from ltx_neuron.host.input_files import CHANNELS, DUBBED, MASK, REFERENCE, RETAKE, SOUND, Sound
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.host.spectrogram import resample
 from ltx_neuron.sampling import shapes
@@ -83,11 +65,11 @@ def load_image(
     texture of the video frames the model was trained on (0 skips it); then it is scaled to fill
     height x width and cropped around its centre. Alpha is dropped. Raises UserError when `path` is
     not a readable image, or one too small or too large to use."""
-    image = decode_image(path, orientation)
+    image = input_files.decode_image(path, orientation)
     if crf != 0:
         image = _h264_round_trip(image, crf)
-    check_filling(path, image.shape[:2], height, width)
-    return fill(image, height, width).to(dtype)
+    input_files.check_filling(path, image.shape[:2], height, width)
+    return input_files.fill(image, height, width).to(dtype)
 
 
 def _h264_round_trip(image: np.ndarray, crf: int) -> np.ndarray:
@@ -155,7 +137,7 @@ def encode_sounds(host: HostModels, inputs: JobInputs) -> dict[str, Tensor]:
     if inputs.sound:
         tensors |= _encode_sound(host, inputs, inputs.sound)
     if inputs.reference_sound:
-        tensors |= _encode_reference_audio(host, inputs.reference_sound, voice_flag(inputs))
+        tensors |= _encode_reference_audio(host, inputs, inputs.reference_sound)
     return tensors
 
 
@@ -163,7 +145,7 @@ def encode_sounds(host: HostModels, inputs: JobInputs) -> dict[str, Tensor]:
 
 
 def _encode_sound(host: HostModels, inputs: JobInputs, source: SoundCondition) -> dict[str, Tensor]:
-    sound = _stereo(read_sound_condition(inputs, source), f"{SOUND} {source.path}")
+    sound = _stereo(input_files.read_sound_condition(inputs, source), f"{SOUND} {source.path}")
     mel, latent = host.encode_audio(_heard(sound, inputs, source.bed))
     return {
         "mel": mel,
@@ -197,9 +179,10 @@ def _stereo(sound: Sound, typed: str) -> Sound:
 
 
 def _encode_reference_audio(
-    host: HostModels, reference: ReferenceAudio, flag: str
+    host: HostModels, inputs: JobInputs, reference: ReferenceAudio
 ) -> dict[str, Tensor]:
-    sound = read_reference_audio(reference.path, reference.max_duration, flag)
+    flag = input_files.voice_flag(inputs)
+    sound = input_files.read_reference_audio(reference.path, reference.max_duration, flag)
     sound = _stereo(sound, f"{flag} {reference.path}")
     mel, latent = host.encode_audio(sound)
     if latent.shape[2] != reference.latents:
@@ -216,10 +199,10 @@ def _encode_reference_audio(
 def _encode_retake(host: HostModels, inputs: JobInputs, rank_tiles: Any) -> dict[str, Tensor]:
     assert inputs.retake
     path = inputs.retake.path
-    frames = read_frames(path, RETAKE, inputs.size.num_frames, inputs.upright)
-    pixels = pixels_of(frames, *inputs.size.sides)
+    frames = input_files.read_frames(path, RETAKE, inputs.size.num_frames, inputs.upright)
+    pixels = input_files.pixels_of(frames, *inputs.size.sides)
     tensors = {"video_latent": host.encode_video(pixels.to(host.dtype), rank_tiles=rank_tiles)}
-    if sound := retaken_sound(inputs):
+    if sound := input_files.retaken_sound(inputs):
         mel, latent = host.encode_audio(_stereo(sound, f"{RETAKE} {path}"))
         tensors |= {"mel": mel, "audio_latent": _fitted(latent, inputs.size.audio_frames)}
     return tensors
@@ -236,7 +219,7 @@ def _fitted(latent: Tensor, frames: int) -> Tensor:
 def _encode_extension(
     host: HostModels, inputs: JobInputs, extension: Extension, rank_tiles: Any
 ) -> dict[str, Tensor]:
-    pixels = pixels_of(_known_frames(inputs, extension), *inputs.size.sides)
+    pixels = input_files.pixels_of(_known_frames(inputs, extension), *inputs.size.sides)
     known = host.encode_video(pixels.to(host.dtype), rank_tiles=rank_tiles)
     known = known[:, :, int(extension.before) :]
     video = known.new_zeros(*known.shape[:2], extension.video_latents, *known.shape[3:])
@@ -260,7 +243,7 @@ def _known_frames(inputs: JobInputs, extension: Extension) -> Iterator[np.ndarra
 
 def _extended_sound(inputs: JobInputs, extension: Extension) -> Sound:
     """The file's sound, as long as its video, after silence for what is generated before it."""
-    if (sound := retaken_sound(inputs)) is None:
+    if (sound := input_files.retaken_sound(inputs)) is None:
         print(f"{RETAKE} {inputs.video_path} has no sound: the new part continues from silence")
         sound = Sound(torch.zeros(CHANNELS, 0), shapes.SAMPLE_RATE)
     samples, rate = _stereo(sound, f"{RETAKE} {inputs.video_path}")
@@ -270,9 +253,10 @@ def _extended_sound(inputs: JobInputs, extension: Extension) -> Sound:
 
 
 def _source_frames(inputs: JobInputs, extension: Extension) -> Iterator[np.ndarray]:
-    assert inputs.video_path
+    path, count = inputs.video_path, extension.source_frames
+    assert path
     with own_files():
-        yield from read_frames(inputs.video_path, RETAKE, extension.source_frames, inputs.upright)
+        yield from input_files.read_frames(path, RETAKE, count, inputs.upright)
 
 
 # --- references -----------------------------------------------------------------------------------
@@ -286,14 +270,15 @@ def _encode_reference(
     flag = DUBBED if inputs.dubbing else REFERENCE
     path, there = reference.path, reference.frames(inputs.size)
     if reference.still:  # not one repeated latent: the encoder is causal
-        frames = repeat(decode_image(path, inputs.orientation, flag), there)
+        frames = repeat(input_files.decode_image(path, inputs.orientation, flag), there)
     else:
         before = reference.start
-        frames = islice(read_frames(path, flag, before + there, inputs.upright), before, None)
+        frames = input_files.read_frames(path, flag, before + there, inputs.upright)
+        frames = islice(frames, before, None)
     taken = chain(islice(frames, 1), islice(frames, 0, None, reference.time_scale))
     count, *sides = reference.pixels(size)
     # The encoder needs 8k+1 frames; upstream omits the last ones, too.
-    pixels = pixels_of(taken, *sides)[:, :, :count]
+    pixels = input_files.pixels_of(taken, *sides)[:, :, :count]
     return host.encode_video(pixels.to(host.dtype), inputs.encodes_whole(size), rank_tiles)
 
 
@@ -316,7 +301,7 @@ def _light(inputs: JobInputs, source: Size) -> Iterator[np.ndarray]:
     """The frames of HDR's input, float32 (H, W, 3), those of a video in [0, 1]."""
     path = inputs.video_conditioning[0].path
     if not Path(path).is_dir():
-        frames = read_frames(path, REFERENCE, source.num_frames, inputs.upright)
+        frames = input_files.read_frames(path, REFERENCE, source.num_frames, inputs.upright)
         yield from (frame.astype(np.float32) / 255 for frame in frames)
         return
     for file in hdr.exr_frames(path):
@@ -330,9 +315,10 @@ def _reference_attention(
     inputs: JobInputs, mask: AttentionMask, size: Size, dtype: torch.dtype
 ) -> Tensor:
     """(1, M): the mask's weight of each reference's token in a stage, times its strength."""
-    frames = read_frames(mask.path, MASK, mask_frames(inputs, mask), inputs.upright)
+    count = input_files.mask_frames(inputs, mask)
+    frames = input_files.read_frames(mask.path, MASK, count, inputs.upright)
     # At stage 1's size in every stage, not at the references'.
-    pixels = pixels_of(frames, *inputs.size.first.sides).to(dtype)
+    pixels = input_files.pixels_of(frames, *inputs.size.first.sides).to(dtype)
     shapes = (reference.latent_shape(size) for reference in inputs.references)
     return torch.cat([token_weights(pixels, shape) for shape in shapes], dim=1) * mask.strength
 
@@ -374,9 +360,9 @@ def with_alpha(inputs: JobInputs, mattes: Iterable[Tensor]) -> Iterator[Tensor]:
     """The frames of a matte's video at its size, uint8 (N, H, W, 4), with the grey of each frame of
     the matte as alpha. mattes: chunks of frames, uint8 (N, H, W, 3)."""
     (path, _), *_ = inputs.video_conditioning
-    frames = read_frames(path, REFERENCE, inputs.output_size.num_frames, inputs.upright)
+    frames = input_files.read_frames(path, REFERENCE, inputs.output_size.num_frames, inputs.upright)
     for chunk in mattes:
-        pixels = pixels_of(islice(frames, len(chunk)), *inputs.size.sides)
+        pixels = input_files.pixels_of(islice(frames, len(chunk)), *inputs.size.sides)
         colors = ((pixels[0] + 1) * 127.5).round().byte().permute(1, 2, 3, 0)
         alpha = chunk.float().mean(dim=-1, keepdim=True).round().byte()
         yield torch.cat([colors, alpha], dim=-1).contiguous()

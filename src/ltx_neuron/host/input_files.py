@@ -240,15 +240,15 @@ def _check_references(inputs: JobInputs) -> None:
         _check_number(first.path, REFERENCE, 1 if first.still else first.num_frames, frames)
     for reference in () if inputs.media.hdr else inputs.references:
         _, height, width = reference.pixels(inputs.size.first)
-        sides = height, width
         if reference.still:
-            check_image(reference.path, *sides, inputs.orientation, REFERENCE)
+            check_image(reference.path, height, width, inputs.orientation, REFERENCE)
             continue
+        sides = height, width
         _check_footage(reference.path, REFERENCE, reference.num_frames, sides, inputs.upright)
     if clip := inputs.dubbing:
         for size in (inputs.size.first, inputs.size):
-            frames, *sides = clip.pixels(size)
-            _check_footage(clip.path, DUBBED, frames, (sides[0], sides[1]), inputs.upright)
+            frames, height, width = clip.pixels(size)
+            _check_footage(clip.path, DUBBED, frames, (height, width), inputs.upright)
     if mask := inputs.attention_mask:
         _check_footage(mask.path, MASK, 1, inputs.size.first.sides, inputs.upright)
         mask_frames(inputs, mask)
@@ -555,9 +555,17 @@ def _sounds_to_read(inputs: JobInputs) -> dict[str, tuple[str | Path, float, flo
 
 
 def _changes(path: str | Path, flag: str, start: float, duration: float | None) -> list[str]:
-    if (times := hearing(path, flag, start, duration)) is None:
+    """What `read_sound` adds to a sound and leaves out, in sentences."""
+    first, end, gaps, rate = None, 0, 0, 0  # in samples
+    for at, frame in _placed(path, flag, start, duration):
+        if first is None:
+            first = at
+        elif at > end:
+            gaps += at - end
+        end, rate = max(end, at + frame.samples), frame.sample_rate
+    if first is None:
         return []
-    lines, (begins, ends, missing) = [], times
+    lines, (begins, ends, missing) = [], (first / rate, end / rate, gaps / rate)
     if not start and begins < -_HEARD:
         lines.append(f"{-begins:.2f} s of its sound before its picture are left out")
     if begins > _HEARD:
@@ -588,21 +596,6 @@ def read_sound(
     if duration is not None:
         samples = samples[:, : round(duration * rate)]
     return Sound(torch.from_numpy(np.ascontiguousarray(samples)), rate)
-
-
-def hearing(
-    path: str | Path, flag: str, start: float, duration: float | None
-) -> tuple[float, float, float] | None:
-    """When the sound of `read_sound` begins (below 0: before it is read), when it ends, and how
-    long it is missing between, in seconds."""
-    begins, end, missing, rate = None, 0, 0, 0
-    for at, frame in _placed(path, flag, start, duration):
-        if begins is None:
-            begins = at
-        elif at > end:
-            missing += at - end
-        end, rate = max(end, at + frame.samples), frame.sample_rate
-    return None if begins is None else (begins / rate, end / rate, missing / rate)
 
 
 def _placed(
