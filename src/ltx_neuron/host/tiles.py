@@ -204,7 +204,7 @@ def tile_counts(pixels: Sequence[int]) -> Counter[tuple[int, int, int]]:
     )
 
 
-def _tiles(latent: tuple[int, int, int]) -> Iterator[tuple[TileSpan, TileSpan, TileSpan]]:
+def _tiles(latent: Shape) -> Iterator[tuple[TileSpan, TileSpan, TileSpan]]:
     times = parts(latent[0], TIME_TILE, TIME_OVERLAP, causal=True)
     rows, columns = (parts(length, SPACE_TILE, SPACE_OVERLAP) for length in latent[1:])
     return itertools.product(times, rows, columns)
