@@ -172,8 +172,8 @@ def encode_tiled(encode: Callable[[list[Tensor]], Iterable[Tensor]], pixels: Ten
     latent = video_latent_shape(height, width, frames)
     tiles = [*_tiles(latent)]
     total = None
-    cut = [_cut(pixels, *tile) for tile in tiles]
-    for (time, row, column), encoded in zip(tiles, encode(cut), strict=True):
+    cuts = [_tile_pixels(pixels, *tile) for tile in tiles]
+    for (time, row, column), encoded in zip(tiles, encode(cuts), strict=True):
         if total is None:
             total = encoded.new_zeros(1, encoded.shape[1], *latent)
         weights = time.weights[:, None, None] * row.weights[:, None] * column.weights
@@ -183,7 +183,7 @@ def encode_tiled(encode: Callable[[list[Tensor]], Iterable[Tensor]], pixels: Ten
     return total
 
 
-def _cut(pixels: Tensor, time: TileSpan, row: TileSpan, column: TileSpan) -> Tensor:
+def _tile_pixels(pixels: Tensor, time: TileSpan, row: TileSpan, column: TileSpan) -> Tensor:
     """A tile's pixels. The first latent of a tile, like that of a clip, is one frame."""
     return pixels[
         :,
