@@ -35,8 +35,9 @@ from PIL import Image
 from torch import Tensor
 from torch.nn.functional import conv2d
 
+from ltx_neuron.files import frames_in
 from ltx_neuron.host import video
-from ltx_neuron.host.video import X264_OPTIONS, X264_THREADS, frames_in, write_video, yuv420
+from ltx_neuron.host.video import X264_OPTIONS, X264_THREADS, write_video, yuv420
 
 HEIGHT, WIDTH = 320, 576  # a width at which x264's AVX-512 code does not repeat itself
 RATE, SOUND_RATE = 24, 48000

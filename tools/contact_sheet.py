@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from ltx_neuron import errors
-from ltx_neuron.host.media import first_frames, read_sound
+from ltx_neuron.host.input_files import first_frames, read_sound
 
 FRAMES = 7
 HIGHEST = 2000.0  # Hz

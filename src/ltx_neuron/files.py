@@ -179,6 +179,20 @@ def first_bytes(path: Path, count: int) -> bytes:
     return b""
 
 
+def content_digest(path: str | Path) -> str:
+    """SHA-256 of a file's bytes, which identifies a job's input independent of its name.
+    "unreadable" if the file cannot be read; the checks of a job raise the error."""
+    try:
+        if os.path.isdir(path):  # of HDR's input: its files, in the order of their names
+            digests = map(content_digest, sorted(Path(path).glob("*")))
+            return hashlib.sha256("".join(digests).encode()).hexdigest()
+        check_regular(path)
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
+        return "unreadable"
+
+
 # What people have in place of a safetensors file: first bytes -> name.
 _FORMATS = {
     b"GGUF": "a GGUF file, which only other programs read",
@@ -286,6 +300,31 @@ def check_space(folder: Path, needed: int, what: str) -> None:
             f"{what} {format_bytes(needed)} more in {folder}, its disk has {format_bytes(free)}"
             " free.\nFree some, or choose another place with --artifacts-dir DIR"
         )
+
+
+FRAME_NAME = re.compile(r"frame_[0-9]{5}\.(png|exr)")
+# What marks our frames: the text chunk right after the PNG's header, an attribute of the EXR's.
+FRAME_MARK = "Software", MARK
+_MARKED = re.compile(rf"(?s)(tEXtSoftware\0|software\0string\0.{{4}}){MARK}".encode())
+
+
+def frames_in(folder: Path) -> list[Path]:
+    """Files with a frame's name in a folder, which may be missing."""
+    paths = sorted(folder.iterdir()) if folder.is_dir() else []
+    return [path for path in paths if FRAME_NAME.fullmatch(path.name)]
+
+
+def check_frames(folder: Path, flag: str = "--save-frames DIR") -> None:
+    """Raise UserError if `write_frames` would overwrite pictures that it did not make."""
+    for path in frames_in(folder):
+        if not is_our_frame(path):
+            raise UserError(
+                f"{path} exists and this toolkit did not write it; pass an empty folder with {flag}"
+            )
+
+
+def is_our_frame(picture: Path) -> bool:
+    return bool(_MARKED.search(first_bytes(picture, 1024)))
 
 
 def check_outputs(outputs: dict[str, Path], inputs: dict[str, Path]) -> None:

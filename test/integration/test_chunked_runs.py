@@ -11,8 +11,8 @@ from jobs import make_job, replace
 
 from ltx_neuron.engine.outputs import restore_state, run_identity, save_state, state_files
 from ltx_neuron.errors import UserError
-from ltx_neuron.host import encode_inputs
-from ltx_neuron.host.media import Sound, first_frames, pixels_of, read_sound
+from ltx_neuron.host import encode_inputs, input_files
+from ltx_neuron.host.input_files import Sound, first_frames, pixels_of, read_sound
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Size
 from ltx_neuron.sampling.conditions import Retake
@@ -177,4 +177,4 @@ def test_a_film_without_sound_goes_on_from_silence_and_one_with_fewer_frames_is_
     assert torch.allclose(known[:, :, 30:50], silence[:, :, 30:50], atol=1e-5)
     job = replace(after.job, retake=replace(after.job.retake, source_frames=FRAMES + 1))
     with pytest.raises(UserError, match="got 30 frames, wanted 31"):
-        encode_inputs.check(job)
+        input_files.check(job)

@@ -20,7 +20,7 @@ from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.backends.torchdist import host
 from ltx_neuron.engine.residency import Residency
 from ltx_neuron.errors import UserError
-from ltx_neuron.host import encoding
+from ltx_neuron.host import tiles as host_tiles
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Size
 from ltx_neuron.report.latency import Recorder
@@ -161,8 +161,8 @@ def test_tiles_of_a_clip_are_encoded_and_decoded_on_the_ranks_of_all_groups_as_o
     # Upstream's tiles are larger than a test's clips. These are two in time and six in width, so
     # that no layout has a group without tiles.
     for axis in ("TIME", "SPACE"):
-        monkeypatch.setattr(encoding, f"{axis}_TILE", 2)
-        monkeypatch.setattr(encoding, f"{axis}_OVERLAP", 1)
+        monkeypatch.setattr(host_tiles, f"{axis}_TILE", 2)
+        monkeypatch.setattr(host_tiles, f"{axis}_OVERLAP", 1)
     job = make_job("", Size(32, 224, 17), retake=Retake("film.mkv", 0, 1))
     clip, tiles = CLIPS["borders in rows, columns and time"]
     assert tiles == 8

@@ -37,7 +37,7 @@ import torch
 from ltx_core.model.video_vae import VideoDecoderConfigurator, VideoEncoderConfigurator
 from tiny.config import merge, released_config
 from ltx_neuron.config.video import video_decoder_config, video_encoder_config
-from ltx_neuron.host.media import pixels_of
+from ltx_neuron.host.input_files import pixels_of
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.host.vae import host_decoder, host_encoder
 

@@ -15,7 +15,6 @@ from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.backends import tiles
 from ltx_neuron.config.profiles import resolve
 from ltx_neuron.engine.run import Engine
-from ltx_neuron.host import encoding
 from ltx_neuron.host import tiles as host_tiles
 from ltx_neuron.host.diffusion import DiffusionDecoder
 from ltx_neuron.host.models import HostModels
@@ -245,8 +244,8 @@ def test_frames_of_the_diffusion_decoder(split, tmp_path):
 def test_latents_of_encoder_tiles(assets, workspace, monkeypatch):
     """Upstream's tiles are larger than a test's clips. These are two in time and two in width."""
     for axis in ("TIME", "SPACE"):
-        monkeypatch.setattr(encoding, f"{axis}_TILE", 2)
-        monkeypatch.setattr(encoding, f"{axis}_OVERLAP", 1)
+        monkeypatch.setattr(host_tiles, f"{axis}_TILE", 2)
+        monkeypatch.setattr(host_tiles, f"{axis}_OVERLAP", 1)
     encodes = open_workspace(assets, workspace.artifacts, CUT, "resident=true")
     graphs = encodes.encoder_graphs(make_job("", Size(32, 96, 17), retake=Retake("clip.mkv", 0, 1)))
     host = HostModels(assets.checkpoint, encodes.config, torch.float32)

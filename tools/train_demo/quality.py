@@ -22,7 +22,7 @@ from world import Scene, draw
 
 from ltx_neuron.demo import ASSETS, DemoAssets, assets_in
 from ltx_neuron.errors import run
-from ltx_neuron.host.media import first_frames, read_sound
+from ltx_neuron.host.input_files import first_frames, read_sound
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZE = ["--height", HEIGHT, "--width", WIDTH, "--num-frames", NUM_FRAMES]

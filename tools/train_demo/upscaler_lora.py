@@ -23,7 +23,7 @@ from training import THREADS, LossLog, load_part, rounded, save_weights
 from world import Scene
 
 from ltx_neuron.demo import ASSETS
-from ltx_neuron.host.media import Sound
+from ltx_neuron.host.input_files import Sound
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.weights.model_files import ModelFiles
 

@@ -35,7 +35,6 @@ from ltx_neuron.config.video import video_decoder_config, video_encoder_config
 from ltx_neuron.errors import FieldError, UserError, flag_of
 from ltx_neuron.format import few
 from ltx_neuron.host import dtypes
-from ltx_neuron.host.encoding import tile_counts
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.models.programs import (
     Program,
@@ -582,6 +581,8 @@ class Workspace:
         the encoder would take the transformer's place."""
         if not self.profile.may_keep_vae:
             return []
+        from ltx_neuron.host.tiles import tile_counts  # imports ltx-core: not needed for flags
+
         clips = (clip.pixels for clip in job.encoded_clips if not clip.whole)
         return list(dict.fromkeys(tile for pixels in clips for tile in tile_counts(pixels)))
 

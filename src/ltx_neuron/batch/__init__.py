@@ -38,9 +38,8 @@ from ltx_neuron.engine.outputs import (
 )
 from ltx_neuron.engine.run import Engine, with_durations
 from ltx_neuron.errors import UserError
-from ltx_neuron.files import check_readable, write_json
+from ltx_neuron.files import check_readable, content_digest, write_json
 from ltx_neuron.format import few
-from ltx_neuron.host.images import content_digest
 from ltx_neuron.job import Job
 from ltx_neuron.report.latency import Recorder, show
 

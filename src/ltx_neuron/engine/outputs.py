@@ -30,18 +30,20 @@ from ltx_neuron import artifacts, machine
 from ltx_neuron.artifacts.workspace import RunOptions, Workspace
 from ltx_neuron.errors import UserError, require
 from ltx_neuron.files import (
+    FRAME_NAME,
     MARK,
     check_folder,
+    check_frames,
     check_outputs,
     check_writable,
+    content_digest,
     first_bytes,
+    frames_in,
     has_keys,
     whole_file,
     write_json,
 )
 from ltx_neuron.host.hdr import exr_folder
-from ltx_neuron.host.images import content_digest
-from ltx_neuron.host.video import FRAME_NAME, check_frames, check_output_path, frames_in
 from ltx_neuron.invocation import command
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.report.latency import Recorder
@@ -135,6 +137,26 @@ class OutputPaths:
         check_folder(self.folder, "--output-dir DIR")
         if self.report:
             check_writable(self.report, "--perf-dump-path FILE")
+
+
+def check_output_path(path: str | Path, sound_only: bool = False, alpha: bool = False) -> None:
+    """Raise UserError unless an MP4, a sound's WAV, or a matte's MOV can be written to `path`."""
+    suffix, path = ".wav" if sound_only else ".mp4", Path(path)
+    if path.is_dir():
+        raise UserError(
+            f"--output-path {path} is a folder; type --output-path {path / f'video{suffix}'}"
+        )
+    if path.suffix.lower() not in (suffix, ".mov" if alpha else suffix):
+        if sound_only:
+            raise UserError(
+                f"--sound-only makes no picture, got --output-path {path}: a sound is written as"
+                f" .wav; type --output-path {path.with_suffix(suffix)}"
+            )
+        alone = ", or type --sound-only for a sound" if path.suffix.lower() == ".wav" else ""
+        raise UserError(
+            f'the output is an MP4 file, got "{path}"; pass --output-path FILE.mp4{alone}'
+        )
+    check_writable(path, f"--output-path FILE{suffix}")
 
 
 # --- a running job, and its resume file -----------------------------------------------------------

@@ -17,7 +17,7 @@ from ltx_neuron.config.release import RELEASES, Release
 from ltx_neuron.config.sound import span_sizes
 from ltx_neuron.denoise import CompiledStep
 from ltx_neuron.errors import UserError, own_files, require
-from ltx_neuron.host import encode_inputs
+from ltx_neuron.host import input_files
 from ltx_neuron.host.duration import duration_head_spec
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Stage
@@ -152,7 +152,7 @@ class Preflight:
             try:
                 with own_files():
                     job.check()
-                    encode_inputs.check(job)
+                    input_files.check(job)
                 usable.append(job)
             except UserError as error:
                 if failed is None:
@@ -192,9 +192,7 @@ class Preflight:
             for kind, flag in kinds.items()
         }
         if any(job.files for job in jobs):
-            checks[INPUTS] = lambda: [
-                (job.check_inputs(), encode_inputs.check(job)) for job in jobs
-            ]
+            checks[INPUTS] = lambda: [(job.check_inputs(), input_files.check(job)) for job in jobs]
         checks["checkpoint"] = partial(self._check_models, jobs)
         sets = dict.fromkeys(stage.loras for job in jobs for stage in job.stages if stage.loras)
         if sets:
@@ -319,7 +317,7 @@ def notes(job: Job, workspace: Workspace) -> list[str]:
     """Sentences on what changes a job's result though it is no error: inputs that are cut, padded
     or of another kind than the model knows. Printed, and written into the sidecar and the API's
     answer. Reads the job's files, so they must have been checked."""
-    lines = encode_inputs.notes(job)
+    lines = input_files.notes(job)
     if job.texts and not any(map(str.strip, job.texts_of_windows)):
         lines.append("the prompt is empty: the references alone guide the video")
     if job.reference_sound and lora.are_silent(job.stages[0].loras):

@@ -338,9 +338,9 @@ def job_of_line(args: argparse.Namespace) -> Callable[[dict[str, Any]], Job]:
 def lines(args: argparse.Namespace, workspace: Workspace, folder: Path | None = None) -> list[Line]:
     """The lines of --prompts-file. folder: of the results, for batch.read_lines."""
     from ltx_neuron.batch import read_lines
-    from ltx_neuron.host import encode_inputs
+    from ltx_neuron.host import input_files
 
-    of_line, files = job_of_line(args), (encode_inputs.check, folder)
+    of_line, files = job_of_line(args), (input_files.check, folder)
     resolved, identity = lambda line: workspace.resolved(of_line(line)), workspace.identity
     return read_lines(args.prompts_file, resolved, identity, spec(args), *files)
 

@@ -1,12 +1,12 @@
-"""A job's sound, videos and images as tensors. The host encodes sound and videos once per job,
+"""A job's sound, videos and images as latents. The host encodes sound and videos once per job,
 before the first stage, under their names in --save-tensors.
 
 Sources: ltx-pipelines 1.2.0, a2vid_two_stage.py, retake.py, iclora_utils.py and utils/helpers.py.
-The checks raise UserError for unsuitable files before a model is loaded.
 """
 
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
+from io import BytesIO
 from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ltx_neuron.errors import UserError, own_files
-from ltx_neuron.host import hdr, media
-from ltx_neuron.host.images import check_filling, check_image, decode_image, is_still, load_image
-from ltx_neuron.host.media import Sound, read_sound
+from ltx_neuron.host import hdr, input_files
+from ltx_neuron.host.input_files import CHANNELS, DUBBED, MASK, REFERENCE, RETAKE, SOUND, Sound
 from ltx_neuron.host.models import HostModels
-from ltx_neuron.host.spectrogram import can_resample, resample
-from ltx_neuron.host.video import aac_rate
+from ltx_neuron.host.spectrogram import resample
 from ltx_neuron.sampling import shapes
 from ltx_neuron.sampling.conditions import (
     AttentionMask,
@@ -35,36 +33,10 @@ from ltx_neuron.sampling.extension import Extension
 from ltx_neuron.sampling.inputs import JobInputs
 from ltx_neuron.sampling.latent_state import reference_names
 from ltx_neuron.sampling.size import Size
-from ltx_neuron.weights.tensorfile import finite
 
-SOUND, RETAKE = "--audio-path", "--video-path"
 SOUNDS = {"audio_latent", "audio_reference"}  # of encode_sounds
-REFERENCE, MASK = "--video-conditioning", "--conditioning-attention-mask"
-VOICE, DUBBED = "--reference-audio", "--reference-video"
-CHANNELS = 2  # of the encoded sound
 BED_SEED = 0xBED  # of every bed: one sound at one level is always heard the same
-_HEARD = 1 / shapes.AUDIO_LATENTS_PER_SECOND  # seconds: less is not worth a note
 _HDR_WHOLE = 512 * 768  # pixels of a frame; HDR's larger ones are encoded in tiles
-_TOO_SHORT = 512 / shapes.SAMPLE_RATE  # seconds: half a frame of the spectrogram, reflected
-
-
-@own_files()
-def check(inputs: JobInputs) -> None:
-    """Raise UserError for files that cannot be encoded. Reads only the headers of videos."""
-    for image in inputs.images:
-        check_image(image.path, *inputs.size.sides, inputs.orientation)
-    if inputs.sound:
-        rate = _read_sound_condition(inputs, inputs.sound).rate
-        _check_rate(inputs.sound.path, SOUND, rate, aac_rate(rate))
-    if inputs.retake:
-        extension, size = inputs.extension, inputs.size
-        frames = extension.source_frames if extension else size.num_frames
-        _check_footage(inputs.retake.path, RETAKE, frames, size.sides, inputs.upright)
-        _retaken_sound(inputs)
-    if inputs.reference_sound:
-        voice = inputs.reference_sound
-        read_reference_audio(voice.path, voice.max_duration, voice_flag(inputs))
-    _check_references(inputs)
 
 
 @own_files()
@@ -78,6 +50,47 @@ def encode_images(
         pixels = load_image(image.path, height, width, image.crf, host.dtype, inputs.orientation)
         encoded.append((image, host.encode_image(pixels)))
     return encoded
+
+
+def load_image(
+    path: str | Path,
+    height: int,
+    width: int,
+    crf: int = 33,
+    dtype: torch.dtype = torch.float32,
+    orientation: str = "shown",  # see sampling.compat.Compat
+) -> torch.Tensor:
+    """The image as pixels (1, 3, 1, height, width) in [-1, 1], as
+    ltx_pipelines.utils.media_io.load_image_conditioning. One H.264 round trip at `crf` gives it the
+    texture of the video frames the model was trained on (0 skips it); then it is scaled to fill
+    height x width and cropped around its centre. Alpha is dropped. Raises UserError when `path` is
+    not a readable image, or one too small or too large to use."""
+    image = input_files.decode_image(path, orientation)
+    if crf != 0:
+        image = _h264_round_trip(image, crf)
+    input_files.check_filling(path, image.shape[:2], height, width)
+    return input_files.fill(image, height, width).to(dtype)
+
+
+def _h264_round_trip(image: np.ndarray, crf: int) -> np.ndarray:
+    """Encode a picture, uint8 (H, W, 3), in H.264 and decode it; odd sides lose a pixel."""
+    import av
+
+    height, width = image.shape[0] // 2 * 2, image.shape[1] // 2 * 2
+    file = BytesIO()
+    with av.open(file, "w", format="mp4") as container:
+        stream = container.add_stream(
+            "libx264", rate=1, options={"crf": str(crf), "preset": "veryfast"}
+        )
+        stream.height, stream.width = height, width
+        frame = av.VideoFrame.from_ndarray(
+            np.ascontiguousarray(image[:height, :width]), format="rgb24"
+        )
+        container.mux(stream.encode(frame.reformat(format="yuv420p")))
+        container.mux(stream.encode())
+    file.seek(0)
+    with av.open(file, "r") as written:
+        return next(written.decode(video=0)).to_ndarray(format="rgb24")
 
 
 @own_files()
@@ -124,7 +137,7 @@ def encode_sounds(host: HostModels, inputs: JobInputs) -> dict[str, Tensor]:
     if inputs.sound:
         tensors |= _encode_sound(host, inputs, inputs.sound)
     if inputs.reference_sound:
-        tensors |= _encode_reference_audio(host, inputs.reference_sound, voice_flag(inputs))
+        tensors |= _encode_reference_audio(host, inputs, inputs.reference_sound)
     return tensors
 
 
@@ -132,7 +145,7 @@ def encode_sounds(host: HostModels, inputs: JobInputs) -> dict[str, Tensor]:
 
 
 def _encode_sound(host: HostModels, inputs: JobInputs, source: SoundCondition) -> dict[str, Tensor]:
-    sound = _stereo(_read_sound_condition(inputs, source), f"{SOUND} {source.path}")
+    sound = _stereo(input_files.read_sound_condition(inputs, source), f"{SOUND} {source.path}")
     mel, latent = host.encode_audio(_heard(sound, inputs, source.bed))
     return {
         "mel": mel,
@@ -157,67 +170,6 @@ def _heard(sound: Sound, inputs: JobInputs, bed: float | None) -> Sound:
     return Sound(samples + 10 ** (bed / 20) * noise, shapes.SAMPLE_RATE)
 
 
-def _read_sound_condition(inputs: JobInputs, source: SoundCondition) -> Sound:
-    path, start, duration = _read_sounds(inputs)[SOUND]
-    sound = read_sound(path, SOUND, start, duration)
-    if sound is None:
-        if read_sound(path, SOUND) is None:
-            raise UserError(f"{path} has no sound: pass another file with {SOUND}")
-        raise UserError(
-            f"{SOUND} {path} ends before --audio-start-time {start:g}: type a smaller one"
-        )
-    if source.path in dict(inputs.video_conditioning):  # as of a retake: silence after its end
-        missing = round(inputs.size.seconds * sound.rate) - sound.samples.shape[1]
-        sound = sound._replace(samples=F.pad(sound.samples, (0, max(0, missing))))
-    frames = shapes.sound_latent_frames(sound.samples.shape[1], sound.rate)
-    if frames < inputs.output_size.audio_frames or _is_too_short(sound):
-        raise _too_short(source, inputs.output_size, sound, frames)
-    _check_format(sound, path, SOUND)
-    return sound
-
-
-def _too_short(source: SoundCondition, size: Size, sound: Sound, audio_frames: int) -> UserError:
-    where, advice = "", "pass a longer sound"
-    if source.start_time:
-        where += f" from --audio-start-time {source.start_time:g} on"
-        advice += ", or type a smaller --audio-start-time"
-    if source.max_duration is not None:
-        where += f" with --audio-max-duration {source.max_duration:g}"
-        advice = f"leave --audio-max-duration out, or {advice}"
-    for num_frames in range(size.num_frames - shapes.TIME_SCALE, 0, -shapes.TIME_SCALE):
-        if 1 <= shapes.audio_latent_frames(num_frames, size.frame_rate) <= audio_frames:
-            advice += f", or type --num-frames {num_frames}"
-            break
-    return UserError(
-        f"{SOUND} {source.path} is shorter than the video: got"
-        f" {sound.samples.shape[1] / sound.rate:.2f} s of sound{where}, wanted {size.seconds:.2f} s"
-        f" ({size.num_frames} frames at {size.frame_rate:g} per second); {advice}"
-    )
-
-
-def _is_too_short(sound: Sound) -> bool:
-    return sound.samples.shape[1] <= _TOO_SHORT * sound.rate
-
-
-def _check_format(sound: Sound, path: str | Path, flag: str) -> None:
-    if len(sound.samples) > CHANNELS:
-        raise UserError(
-            f"{flag} {path} has {len(sound.samples)} channels of sound, wanted 1 or 2.\n"
-            f"Type: {media.converted_sound(path, flag)}"
-        )
-    if not finite(sound.samples):
-        raise UserError(f"{flag} {path} has samples that are NaN or Inf: pass another file")
-    _check_rate(path, flag, sound.rate, shapes.SAMPLE_RATE)
-
-
-def _check_rate(path: str | Path, flag: str, rate: int, target: int) -> None:
-    if not can_resample(rate, target):
-        raise UserError(
-            f"{flag} {path} has {rate} samples of sound per second, which cannot be resampled to"
-            f" {target}.\nType: {media.converted_sound(path, flag)}"
-        )
-
-
 def _stereo(sound: Sound, typed: str) -> Sound:
     """The sound in two channels. A mono sound is duplicated, with a printed line."""
     if len(sound.samples) == CHANNELS:
@@ -226,87 +178,11 @@ def _stereo(sound: Sound, typed: str) -> Sound:
     return Sound(sound.samples.expand(CHANNELS, -1).contiguous(), sound.rate)
 
 
-def read_reference_audio(path: str | Path, max_duration: float | None, flag: str = VOICE) -> Sound:
-    """A reference's sound in one or two channels, of `max_duration` seconds. UserError: silence."""
-    sound = read_sound(path, flag, 0.0, max_duration)
-    if sound is None or not sound.samples.any():
-        if flag == DUBBED:
-            raise UserError(
-                f"{flag} {path} has no sound, which the voice is taken from; a silent clip gets one"
-                f" by {RETAKE} {path} --start-time 0 --end-time 5 --regenerate audio"
-            )
-        raise UserError(f"{flag} {path} holds no sound; pass another file")
-    if _is_too_short(sound):
-        longer = "" if max_duration is None else f" or a larger {VOICE}-max-duration"
-        raise UserError(f"{flag} {path} is too short to be encoded; pass a longer sound{longer}")
-    _check_format(sound, path, flag)
-    return sound
-
-
-def notes(inputs: JobInputs) -> list[str]:
-    """What a job changes of its files, in sentences: silence that is added, sound and pictures that
-    are left out. Also a voice much shorter or longer than those of the training."""
-    lines = [
-        f"--image {image.path} moves: its first picture is taken"
-        for image in inputs.images
-        if not is_still(image.path)
-    ]
-    lines += [
-        f"{flag} {path}: {sentence}"
-        for flag, (path, start, duration) in _read_sounds(inputs).items()
-        for sentence in _changes(path, flag, start, duration)
-    ]
-    if voice := inputs.voice:
-        seconds = voice.latents / shapes.AUDIO_LATENTS_PER_SECOND
-        if not 2 <= seconds <= 10:
-            lines.append(
-                f"{VOICE} {voice.path} gives {seconds:.1f} s of sound; its LoRA was trained on"
-                " about 5 s, wanted 2 to 10"
-            )
-    if dubbed := inputs.dubbing:
-        frames = media.footage(dubbed.path, DUBBED).num_frames
-        if dubbed.num_frames < frames:
-            lines.append(f"{dubbed.path}: {dubbed.num_frames} of {frames} frames are used (8k+1)")
-    return lines
-
-
-def _read_sounds(inputs: JobInputs) -> dict[str, tuple[str | Path, float, float | None]]:
-    read = {}
-    if sound := inputs.sound:
-        seconds = inputs.size.seconds if sound.max_duration is None else sound.max_duration
-        read[SOUND] = sound.path, sound.start_time, seconds
-    if retake := inputs.retake:
-        longer = inputs.extension
-        seconds = longer.source_seconds if longer else inputs.size.seconds
-        read[RETAKE] = retake.path, 0.0, seconds
-    if voice := inputs.reference_sound:
-        read[voice_flag(inputs)] = voice.path, 0.0, voice.max_duration
-    return read
-
-
-def _changes(path: str | Path, flag: str, start: float, duration: float | None) -> list[str]:
-    if (times := media.hearing(path, flag, start, duration)) is None:
-        return []
-    lines, (begins, ends, missing) = [], times
-    if not start and begins < -_HEARD:
-        lines.append(f"{-begins:.2f} s of its sound before its picture are left out")
-    if begins > _HEARD:
-        lines.append(f"its sound begins after {start + begins:.2f} s: silence before it")
-    if missing:
-        lines.append(f"its sound has pauses of {missing:.2f} s in all: silence in them")
-    if flag == RETAKE and duration and duration - ends > _HEARD:
-        lines.append(f"its sound ends {duration - ends:.2f} s before its picture: silence after it")
-    return lines
-
-
-def voice_flag(inputs: JobInputs) -> str:
-    return DUBBED if inputs.dubbing else VOICE
-
-
 def _encode_reference_audio(
-    host: HostModels, reference: ReferenceAudio, flag: str
+    host: HostModels, inputs: JobInputs, reference: ReferenceAudio
 ) -> dict[str, Tensor]:
-    sound = read_reference_audio(reference.path, reference.max_duration, flag)
+    flag = input_files.voice_flag(inputs)
+    sound = input_files.read_reference_audio(reference.path, reference.max_duration, flag)
     sound = _stereo(sound, f"{flag} {reference.path}")
     mel, latent = host.encode_audio(sound)
     if latent.shape[2] != reference.latents:
@@ -323,10 +199,10 @@ def _encode_reference_audio(
 def _encode_retake(host: HostModels, inputs: JobInputs, rank_tiles: Any) -> dict[str, Tensor]:
     assert inputs.retake
     path = inputs.retake.path
-    frames = _frames(path, RETAKE, inputs.size.num_frames, inputs.upright)
-    pixels = media.pixels_of(frames, *inputs.size.sides)
+    frames = input_files.read_frames(path, RETAKE, inputs.size.num_frames, inputs.upright)
+    pixels = input_files.pixels_of(frames, *inputs.size.sides)
     tensors = {"video_latent": host.encode_video(pixels.to(host.dtype), rank_tiles=rank_tiles)}
-    if sound := _retaken_sound(inputs):
+    if sound := input_files.retaken_sound(inputs):
         mel, latent = host.encode_audio(_stereo(sound, f"{RETAKE} {path}"))
         tensors |= {"mel": mel, "audio_latent": _fitted(latent, inputs.size.audio_frames)}
     return tensors
@@ -337,22 +213,13 @@ def _fitted(latent: Tensor, frames: int) -> Tensor:
     return F.pad(latent, (0, 0, 0, frames - latent.shape[2])).contiguous()
 
 
-def _retaken_sound(inputs: JobInputs) -> Sound | None:
-    path, start, duration = _read_sounds(inputs)[RETAKE]
-    sound = read_sound(path, RETAKE, start, duration)
-    if sound is None or _is_too_short(sound):
-        return None
-    _check_format(sound, path, RETAKE)
-    return sound
-
-
 # --- extended videos ------------------------------------------------------------------------------
 
 
 def _encode_extension(
     host: HostModels, inputs: JobInputs, extension: Extension, rank_tiles: Any
 ) -> dict[str, Tensor]:
-    pixels = media.pixels_of(_known_frames(inputs, extension), *inputs.size.sides)
+    pixels = input_files.pixels_of(_known_frames(inputs, extension), *inputs.size.sides)
     known = host.encode_video(pixels.to(host.dtype), rank_tiles=rank_tiles)
     known = known[:, :, int(extension.before) :]
     video = known.new_zeros(*known.shape[:2], extension.video_latents, *known.shape[3:])
@@ -376,7 +243,7 @@ def _known_frames(inputs: JobInputs, extension: Extension) -> Iterator[np.ndarra
 
 def _extended_sound(inputs: JobInputs, extension: Extension) -> Sound:
     """The file's sound, as long as its video, after silence for what is generated before it."""
-    if (sound := _retaken_sound(inputs)) is None:
+    if (sound := input_files.retaken_sound(inputs)) is None:
         print(f"{RETAKE} {inputs.video_path} has no sound: the new part continues from silence")
         sound = Sound(torch.zeros(CHANNELS, 0), shapes.SAMPLE_RATE)
     samples, rate = _stereo(sound, f"{RETAKE} {inputs.video_path}")
@@ -386,59 +253,13 @@ def _extended_sound(inputs: JobInputs, extension: Extension) -> Sound:
 
 
 def _source_frames(inputs: JobInputs, extension: Extension) -> Iterator[np.ndarray]:
-    assert inputs.video_path
+    path, count = inputs.video_path, extension.source_frames
+    assert path
     with own_files():
-        yield from _frames(inputs.video_path, RETAKE, extension.source_frames, inputs.upright)
-
-
-def with_source(
-    inputs: JobInputs, decoded: Generator[Tensor, None, None]
-) -> Generator[Tensor, None, None]:
-    """The frames of an extended video, in chunks, uint8 (N, H, W, 3): the file's, bit for bit, and
-    the new ones from `decoded`, which is read no further than needed."""
-    extension = inputs.extension
-    assert extension
-    taken, original = extension.decoded, map(torch.from_numpy, _source_frames(inputs, extension))
-    new = islice(chain.from_iterable(decoded), taken.start, taken.stop)
-    frames = chain(new, original) if extension.before else chain(original, new)
-    with closing(decoded):
-        while chunk := list(islice(frames, shapes.TIME_SCALE)):
-            yield torch.stack(chunk)
-
-
-def with_alpha(inputs: JobInputs, mattes: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The frames of a matte's video at its size, uint8 (N, H, W, 4), with the grey of each frame of
-    the matte as alpha. mattes: chunks of frames, uint8 (N, H, W, 3)."""
-    (path, _), *_ = inputs.video_conditioning
-    frames = _frames(path, REFERENCE, inputs.output_size.num_frames, inputs.upright)
-    for chunk in mattes:
-        pixels = media.pixels_of(islice(frames, len(chunk)), *inputs.size.sides)
-        colors = ((pixels[0] + 1) * 127.5).round().byte().permute(1, 2, 3, 0)
-        alpha = chunk.float().mean(dim=-1, keepdim=True).round().byte()
-        yield torch.cat([colors, alpha], dim=-1).contiguous()
+        yield from input_files.read_frames(path, RETAKE, count, inputs.upright)
 
 
 # --- references -----------------------------------------------------------------------------------
-
-
-def _check_references(inputs: JobInputs) -> None:
-    if inputs.alpha_gen:
-        first, frames = inputs.references[0], inputs.output_size.num_frames
-        _check_number(first.path, REFERENCE, 1 if first.still else first.num_frames, frames)
-    for reference in () if inputs.media.hdr else inputs.references:
-        _, height, width = reference.pixels(inputs.size.first)
-        sides = height, width
-        if reference.still:
-            check_image(reference.path, *sides, inputs.orientation, REFERENCE)
-            continue
-        _check_footage(reference.path, REFERENCE, reference.num_frames, sides, inputs.upright)
-    if clip := inputs.dubbing:
-        for size in (inputs.size.first, inputs.size):
-            frames, *sides = clip.pixels(size)
-            _check_footage(clip.path, DUBBED, frames, (sides[0], sides[1]), inputs.upright)
-    if mask := inputs.attention_mask:
-        _check_footage(mask.path, MASK, 1, inputs.size.first.sides, inputs.upright)
-        _mask_frames(inputs, mask)
 
 
 def _encode_reference(
@@ -449,14 +270,15 @@ def _encode_reference(
     flag = DUBBED if inputs.dubbing else REFERENCE
     path, there = reference.path, reference.frames(inputs.size)
     if reference.still:  # not one repeated latent: the encoder is causal
-        frames = repeat(decode_image(path, inputs.orientation, flag), there)
+        frames = repeat(input_files.decode_image(path, inputs.orientation, flag), there)
     else:
         before = reference.start
-        frames = islice(_frames(path, flag, before + there, inputs.upright), before, None)
+        frames = input_files.read_frames(path, flag, before + there, inputs.upright)
+        frames = islice(frames, before, None)
     taken = chain(islice(frames, 1), islice(frames, 0, None, reference.time_scale))
     count, *sides = reference.pixels(size)
     # The encoder needs 8k+1 frames; upstream omits the last ones, too.
-    pixels = media.pixels_of(taken, *sides)[:, :, :count]
+    pixels = input_files.pixels_of(taken, *sides)[:, :, :count]
     return host.encode_video(pixels.to(host.dtype), inputs.encodes_whole(size), rank_tiles)
 
 
@@ -479,7 +301,7 @@ def _light(inputs: JobInputs, source: Size) -> Iterator[np.ndarray]:
     """The frames of HDR's input, float32 (H, W, 3), those of a video in [0, 1]."""
     path = inputs.video_conditioning[0].path
     if not Path(path).is_dir():
-        frames = _frames(path, REFERENCE, source.num_frames, inputs.upright)
+        frames = input_files.read_frames(path, REFERENCE, source.num_frames, inputs.upright)
         yield from (frame.astype(np.float32) / 255 for frame in frames)
         return
     for file in hdr.exr_frames(path):
@@ -493,31 +315,12 @@ def _reference_attention(
     inputs: JobInputs, mask: AttentionMask, size: Size, dtype: torch.dtype
 ) -> Tensor:
     """(1, M): the mask's weight of each reference's token in a stage, times its strength."""
-    frames = _frames(mask.path, MASK, _mask_frames(inputs, mask), inputs.upright)
+    count = input_files.mask_frames(inputs, mask)
+    frames = input_files.read_frames(mask.path, MASK, count, inputs.upright)
     # At stage 1's size in every stage, not at the references'.
-    pixels = media.pixels_of(frames, *inputs.size.first.sides).to(dtype)
+    pixels = input_files.pixels_of(frames, *inputs.size.first.sides).to(dtype)
     shapes = (reference.latent_shape(size) for reference in inputs.references)
     return torch.cat([token_weights(pixels, shape) for shape in shapes], dim=1) * mask.strength
-
-
-def _mask_frames(inputs: JobInputs, mask: AttentionMask) -> int:
-    frames = min(media.footage(mask.path, MASK).num_frames, inputs.size.num_frames)
-    for reference in inputs.references:
-        latent_frames, _, _ = reference.latent_shape(inputs.size.first)
-        if not mask_divides(frames, latent_frames):
-            raise UserError(
-                f"{MASK} {mask.path}: got {frames} frames for the {latent_frames} latent frames of"
-                f" the reference {reference.path}, wanted 1 + a multiple of {latent_frames - 1};"
-                f" pass a mask and a reference of {inputs.size.num_frames} frames each"
-            )
-    return frames
-
-
-def mask_divides(frames: int, latent_frames: int) -> bool:
-    """Whether a mask's frames divide evenly over the latent frames after the first."""
-    if latent_frames == 1:
-        return True
-    return frames >= latent_frames and (frames - 1) % (latent_frames - 1) == 0
 
 
 def token_weights(pixels: Tensor, latent_shape: tuple[int, int, int]) -> Tensor:
@@ -535,29 +338,31 @@ def token_weights(pixels: Tensor, latent_shape: tuple[int, int, int]) -> Tensor:
     return torch.cat([first, later]).reshape(1, -1)
 
 
-# --- frames of files ------------------------------------------------------------------------------
+# --- frames beside decoded ones -------------------------------------------------------------------
 
 
-def _check_footage(
-    path: str | Path, flag: str, num_frames: int, sides: tuple[int, int], upright: bool
-) -> None:
-    video = media.footage(path, flag, upright)
-    _check_number(path, flag, video.num_frames, max(1, num_frames))
-    check_filling(path, video.sides, *sides, flag)
+def with_source(
+    inputs: JobInputs, decoded: Generator[Tensor, None, None]
+) -> Generator[Tensor, None, None]:
+    """The frames of an extended video, in chunks, uint8 (N, H, W, 3): the file's, bit for bit, and
+    the new ones from `decoded`, which is read no further than needed."""
+    extension = inputs.extension
+    assert extension
+    taken, original = extension.decoded, map(torch.from_numpy, _source_frames(inputs, extension))
+    new = islice(chain.from_iterable(decoded), taken.start, taken.stop)
+    frames = chain(new, original) if extension.before else chain(original, new)
+    with closing(decoded):
+        while chunk := list(islice(frames, shapes.TIME_SCALE)):
+            yield torch.stack(chunk)
 
 
-def _check_number(path: str | Path, flag: str, got: int, expected: int) -> None:
-    if got < expected:
-        raise UserError(
-            f"{flag} {path}: got {got} frames, wanted {expected}: the file is damaged or has"
-            " changed; pass another one"
-        )
-
-
-def _frames(path: str | Path, flag: str, count: int, upright: bool) -> Iterator[np.ndarray]:
-    """The first `count` frames of a file. Raises UserError if there are fewer."""
-    got = 0
-    for frame in islice(media.first_frames(path, flag, upright), count):
-        got += 1
-        yield frame
-    _check_number(path, flag, got, count)
+def with_alpha(inputs: JobInputs, mattes: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The frames of a matte's video at its size, uint8 (N, H, W, 4), with the grey of each frame of
+    the matte as alpha. mattes: chunks of frames, uint8 (N, H, W, 3)."""
+    (path, _), *_ = inputs.video_conditioning
+    frames = input_files.read_frames(path, REFERENCE, inputs.output_size.num_frames, inputs.upright)
+    for chunk in mattes:
+        pixels = input_files.pixels_of(islice(frames, len(chunk)), *inputs.size.sides)
+        colors = ((pixels[0] + 1) * 127.5).round().byte().permute(1, 2, 3, 0)
+        alpha = chunk.float().mean(dim=-1, keepdim=True).round().byte()
+        yield torch.cat([colors, alpha], dim=-1).contiguous()

@@ -6,14 +6,14 @@ from typing import Any
 from ltx_neuron.errors import FieldError, UserError
 from ltx_neuron.files import check_readable
 from ltx_neuron.format import print_once
-from ltx_neuron.host.encode_inputs import DUBBED, REFERENCE, RETAKE, VOICE, read_reference_audio
+from ltx_neuron.host import input_files
 from ltx_neuron.host.hdr import exr_frames, package, read_exr
-from ltx_neuron.host.images import is_still
-from ltx_neuron.host.media import footage, read_sound, video_size
+from ltx_neuron.host.input_files import DUBBED, REFERENCE, RETAKE, VOICE
 from ltx_neuron.sampling.conditions import WeightedFile
+from ltx_neuron.sampling.extension import check_source
 from ltx_neuron.sampling.inputs import JobInputs, Media
-from ltx_neuron.sampling.shapes import SPACE_SCALE, TIME_SCALE, sound_latent_frames
-from ltx_neuron.sampling.size import Size
+from ltx_neuron.sampling.shapes import SPACE_SCALE, TIME_SCALE
+from ltx_neuron.sampling.size import Size, exact_frame_rate
 from ltx_neuron.weights.lora import WeightSet, detailing_scale, dubbing_scale, reference_scale
 
 
@@ -41,9 +41,9 @@ def read_media(
         hdr = _hdr_input(inputs)
         frames = 2 * hdr.num_frames - 1 if inputs.high_quality else hdr.num_frames
         return Media(references=((frames, False),), hdr=hdr)
-    stills = {path: is_still(path) for path, _ in inputs.video_conditioning}
+    stills = {path: input_files.is_still(path) for path, _ in inputs.video_conditioning}
     references = tuple(
-        (1 if stills[path] else footage(path, REFERENCE).num_frames, stills[path])
+        (1 if stills[path] else input_files.footage(path, REFERENCE).num_frames, stills[path])
         for path, _ in inputs.video_conditioning
     )
     detailing = detailing_scale(detailing_loras)
@@ -70,7 +70,7 @@ def _hdr_input(inputs: JobInputs) -> Size:
         height, width, _ = read_exr(files[0], REFERENCE).shape
         size = Size(height, width, len(files), rate or 0.0)
     else:
-        size = footage(path, REFERENCE, inputs.upright)
+        size = input_files.footage(path, REFERENCE, inputs.upright)
     frames = (size.num_frames - 1) // TIME_SCALE * TIME_SCALE + 1
     if frames != size.num_frames or any(side % 2 for side in size.sides):
         raise UserError(
@@ -89,8 +89,8 @@ def _latents(inputs: JobInputs) -> int:
         return 0
     kind = "video with sound" if flag == DUBBED else "sound"
     check_readable(path, flag, f"; pass a {kind} as {flag} FILE")
-    sound = read_reference_audio(path, inputs.reference_audio_max_duration, flag)
-    return sound_latent_frames(sound.samples.shape[1], sound.rate)
+    sound = input_files.read_reference_audio(path, inputs.reference_audio_max_duration, flag)
+    return input_files.sound_latent_frames(sound.samples.shape[1], sound.rate)
 
 
 def _clip(inputs: JobInputs) -> tuple[int, float]:
@@ -98,7 +98,7 @@ def _clip(inputs: JobInputs) -> tuple[int, float]:
     path = inputs.reference_video
     assert path
     check_readable(path, DUBBED, f"; pass a video with sound as {DUBBED} FILE")
-    video = footage(path, DUBBED)
+    video = input_files.footage(path, DUBBED)
     frames, rate = video.num_frames, video.frame_rate
     used = max(1, (frames - 1) // TIME_SCALE * TIME_SCALE + 1)
     typed = [name for name in ("num_frames", "frame_rate") if getattr(inputs, name) is not None]
@@ -118,6 +118,33 @@ def _clip(inputs: JobInputs) -> tuple[int, float]:
     return used, rate
 
 
+def video_size(path: str | Path, flag: str, extends: bool = False, upright: bool = True) -> Size:
+    """The size of a retake's file, or of one that is extended. Raises UserError, with the command
+    that cuts the file, for a size that the model cannot have."""
+    check_readable(path, flag, f"; pass a video as {flag} FILE")
+    video = input_files.inspected(path, flag, upright)
+    size, frames = video.size, video.size.num_frames
+    if not extends:
+        frames = max(1, (frames - 1) // TIME_SCALE * TIME_SCALE + 1)
+    else:
+        check_source(frames)
+    height, width = (max(SPACE_SCALE, side // SPACE_SCALE * SPACE_SCALE) for side in size.sides)
+    if (size.num_frames, size.sides) != (frames, (height, width)):
+        counted = "8k+1 frames and " if not extends else ""
+        video.wrong.append(
+            f"has {size.num_frames} frames of {size.height}x{size.width}; wanted {counted}sides"
+            f" that are multiples of {SPACE_SCALE}"
+        )
+        fill = f"scale={width}:{height}:force_original_aspect_ratio=increase,crop={width}:{height}"
+        video.filters.append(fill)
+    if video.wrong:
+        rate = exact_frame_rate(size.frame_rate)
+        cut = "-frames:v", frames, "-t", f"{float(frames / rate):.3f}"
+        name = f"{height}x{width}x{frames}.mp4"
+        raise video.refusal(path, flag, name, *(() if extends else cut))
+    return size
+
+
 UPSCALED = "--upscale-video"
 _LONGEST = 20  # seconds: the released models' last position
 
@@ -129,7 +156,8 @@ def upscaling(inputs: JobInputs, ic_loras: WeightSet) -> dict[str, Any]:
     path = inputs.upscale_video
     assert path
     check_readable(path, UPSCALED, f"; pass a video as {UPSCALED} FILE")
-    clip, (scale, _) = footage(path, UPSCALED, inputs.upright), reference_scale(ic_loras)
+    clip = input_files.footage(path, UPSCALED, inputs.upright)
+    scale, _ = reference_scale(ic_loras)
     windows = inputs.holds("chunked") or clip.seconds > _LONGEST
     frames = (clip.num_frames - 1) // TIME_SCALE * TIME_SCALE + 1
     sides = [-(-side // SPACE_SCALE) * SPACE_SCALE * scale for side in clip.sides]
@@ -138,7 +166,7 @@ def upscaling(inputs: JobInputs, ic_loras: WeightSet) -> dict[str, Any]:
         f"{UPSCALED} {path}: {frames} of {clip.num_frames} frames (8k+1) of"
         f" {clip.height}x{clip.width} become {height}x{width}{', in windows' * windows}"
     )
-    sound = read_sound(path, UPSCALED, 0.0, frames / clip.frame_rate)
+    sound = input_files.read_sound(path, UPSCALED, 0.0, frames / clip.frame_rate)
     if sound is None:
         print_once(f"{UPSCALED} {path} has no sound: the model generates one")
     return {

@@ -11,7 +11,8 @@ import torch
 from ltx_neuron.files import whole_file
 from ltx_neuron.host.background import check_cancelled
 from ltx_neuron.host.hdr import hlg_signal
-from ltx_neuron.host.video import BT709, LIMITED_RANGE, exact_frame_rate
+from ltx_neuron.host.video import BT709, LIMITED_RANGE
+from ltx_neuron.sampling.size import exact_frame_rate
 
 # The muxer refuses packets of clips of one block if frames are encoded at once.
 _X265 = "info=0:log-level=error:frame-threads=1:bframes=0"

@@ -15,14 +15,13 @@ from ltx_neuron.config.video import video_decoder_config, video_encoder_config
 from ltx_neuron.errors import UserError
 from ltx_neuron.host import dtypes
 from ltx_neuron.host.background import Background, wait_for
-from ltx_neuron.host.encoding import encode_tiled
+from ltx_neuron.host.input_files import Sound
 from ltx_neuron.host.loading import (
     ModelFile,
     checkpoint_spec,
     import_ltx_core,  # noqa: F401 - other modules import it from here
     upsampler_spec,
 )
-from ltx_neuron.host.media import Sound
 from ltx_neuron.host.spectrogram import log_mel, mel_sizes, resample
 from ltx_neuron.weights.model_files import ModelFiles
 
@@ -94,6 +93,8 @@ class HostModels:
         """Encode pixels (1, 3, 8F-7, 32h, 32w) in [-1, 1] as a latent (1, 128, F, h, w) in
         `self.dtype`; long and large clips in tiles, unless `whole`. rank_tiles: encodes the tiles
         on the ranks: backends.tiles.RankEncoder."""
+        from ltx_neuron.host.tiles import encode_tiled
+
         if rank_tiles and not whole:
             latent = encode_tiled(lambda tiles: map(torch.Tensor.float, rank_tiles(tiles)), pixels)
             self._spec("video_encoder").check_output(None, (pixels,), latent)

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _ZERO_CROSSINGS, _ROLLOFF = 6, 0.99  # torchaudio.functional.resample's defaults
-_MOST_TAPS = 2**25  # of all filters together: rates without a common divisor would need gigabytes
 _FLOOR = 1e-5  # of a magnitude, before the logarithm
 # Slaney's scale, of his Auditory Toolbox: linear up to 1 kHz, a logarithm above.
 _HERTZ_A_MEL, _KNEE_HERTZ = 200 / 3, 1000.0
@@ -54,12 +53,6 @@ def resample(sound: Tensor, rate: int, new_rate: int) -> Tensor:
     phases = F.conv1d(padded[:, None], filters, stride=old)  # (channels, new, blocks)
     samples = phases.transpose(1, 2).flatten(1)
     return samples[:, : -(-new * sound.shape[1] // old)]
-
-
-def can_resample(rate: int, new_rate: int) -> bool:
-    """Whether `resample`'s filters have an acceptable size for these rates."""
-    divisor = math.gcd(rate, new_rate)
-    return rate * new_rate <= _MOST_TAPS * divisor**2
 
 
 @cache

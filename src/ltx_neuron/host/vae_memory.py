@@ -17,7 +17,7 @@ from ltx_core.model.video_vae import TilingConfig
 from ltx_neuron.config import video
 from ltx_neuron.config.diffusion import diffusion_decoder_config, is_diffusion_vae
 from ltx_neuron.errors import UserError
-from ltx_neuron.host import convolution, diffusion, encoding, tiles
+from ltx_neuron.host import convolution, diffusion, tiles
 from ltx_neuron.models.programs import Program, encoder_program, tile_program
 
 _FLOAT32 = 4  # bytes of a number
@@ -80,7 +80,7 @@ def encode_bytes(
     clip = 3 * prod(pixels)
     copies = {torch.float32, dtype, host_dtype}
     clip_bytes = clip * sum(copy.itemsize for copy in copies)
-    sizes = [pixels] if whole else encoding.tile_counts(pixels)
+    sizes = [pixels] if whole else tiles.tile_counts(pixels)
     peaks = _Peaks(threads, host_dtype)
     working = max(peaks.of_encoder(encoder, size) for size in sizes)
     weights = _weights(encoder_program(encoder, (1, 32, 32), torch.float32))

@@ -1,8 +1,6 @@
 """Writes results: an MP4 with H.264 video and AAC sound, a WAV, and frames as PNG pictures."""
 
-import math
 import platform
-import re
 import wave
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
@@ -14,10 +12,11 @@ import numpy as np
 import torch
 
 from ltx_neuron import files
-from ltx_neuron.errors import UserError
 from ltx_neuron.host.background import check_cancelled
 from ltx_neuron.host.hdr import write_exr
+from ltx_neuron.host.input_files import AAC_RATES, aac_rate
 from ltx_neuron.host.spectrogram import resample
+from ltx_neuron.sampling.size import exact_frame_rate
 
 # Quality, size and speed are those of ltx-pipelines since 1.1.3. The output depends on the number
 # of threads, so that is fixed. x264's AVX-512 code of the macroblock tree (PyAV 18.1) reads past
@@ -28,49 +27,6 @@ X264_CODE = "asm=ssse3" if platform.machine() == "x86_64" else "cpu-independent=
 X264_OPTIONS = {"crf": "19", "preset": "veryfast", "x264-params": X264_CODE}
 # AVColorSpace, AVColorPrimaries, AVColorTransferCharacteristic of BT.709; range 16..235.
 BT709, LIMITED_RANGE = 1, 1
-# Sample rates of AAC.
-AAC_RATES = 7350, 8000, 11025, 12000, 16000, 22050, 24000, 32000, 44100, 48000, 64000, 88200, 96000
-FRAME_NAME = re.compile(r"frame_[0-9]{5}\.(png|exr)")
-# What marks our frames: the text chunk right after the PNG's header, an attribute of the EXR's.
-_SOFTWARE = "Software"
-_MARKED = re.compile(rf"(?s)(tEXtSoftware\0|software\0string\0.{{4}}){files.MARK}".encode())
-
-
-def check_output_path(path: str | Path, sound_only: bool = False, alpha: bool = False) -> None:
-    """Raise UserError unless an MP4, a sound's WAV, or a matte's MOV can be written to `path`."""
-    suffix, path = ".wav" if sound_only else ".mp4", Path(path)
-    if path.is_dir():
-        raise UserError(
-            f"--output-path {path} is a folder; type --output-path {path / f'video{suffix}'}"
-        )
-    if path.suffix.lower() not in (suffix, ".mov" if alpha else suffix):
-        if sound_only:
-            raise UserError(
-                f"--sound-only makes no picture, got --output-path {path}: a sound is written as"
-                f" .wav; type --output-path {path.with_suffix(suffix)}"
-            )
-        alone = ", or type --sound-only for a sound" if path.suffix.lower() == ".wav" else ""
-        raise UserError(
-            f'the output is an MP4 file, got "{path}"; pass --output-path FILE.mp4{alone}'
-        )
-    files.check_writable(path, f"--output-path FILE{suffix}")
-
-
-def exact_frame_rate(frame_rate: float) -> Fraction:
-    """The rate as a fraction of frames per second. Rounded broadcast rates become exact: 29.97 is
-    30000/1001; 23.976 and 23.98 are 24000/1001."""
-    if float(frame_rate).is_integer():
-        return Fraction(int(frame_rate))
-    broadcast = Fraction(math.ceil(frame_rate) * 1000, 1001)
-    # Two decimals of a broadcast rate have an error of 1.7e-4; the next integer is 1e-3 off.
-    if abs(frame_rate / broadcast - 1) < 2e-4:
-        return broadcast
-    return Fraction(frame_rate).limit_denominator(1001)
-
-
-def aac_rate(rate: int) -> int:
-    """The rate itself if AAC supports it, otherwise the next higher one, or AAC's highest."""
-    return min((aac for aac in AAC_RATES if aac >= rate), default=AAC_RATES[-1])
 
 
 def write_video(
@@ -200,7 +156,7 @@ def write_frames(
     from PIL.PngImagePlugin import PngInfo
 
     folder, mark = Path(folder), PngInfo()
-    mark.add_text(_SOFTWARE, files.MARK)
+    mark.add_text(*files.FRAME_MARK)
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for chunk in chunks:
@@ -214,28 +170,9 @@ def write_frames(
                     Image.fromarray(picture).save(partial, format="PNG", pnginfo=mark)
         yield chunk
         del chunk, picture  # not kept while the next one is made
-    for stale in set(frames_in(folder)) - set(written):
-        if _is_ours(stale):
+    for stale in set(files.frames_in(folder)) - set(written):
+        if files.is_our_frame(stale):
             stale.unlink()
-
-
-def frames_in(folder: Path) -> list[Path]:
-    """Files with a frame's name in a folder, which may be missing."""
-    paths = sorted(folder.iterdir()) if folder.is_dir() else []
-    return [path for path in paths if FRAME_NAME.fullmatch(path.name)]
-
-
-def check_frames(folder: Path, flag: str = "--save-frames DIR") -> None:
-    """Raise UserError if `write_frames` would overwrite pictures that it did not make."""
-    for path in frames_in(folder):
-        if not _is_ours(path):
-            raise UserError(
-                f"{path} exists and this toolkit did not write it; pass an empty folder with {flag}"
-            )
-
-
-def _is_ours(picture: Path) -> bool:
-    return bool(_MARKED.search(files.first_bytes(picture, 1024)))
 
 
 def _add_video_stream(container, rate: Fraction, height: int, width: int):

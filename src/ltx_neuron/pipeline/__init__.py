@@ -17,11 +17,10 @@ from ltx_neuron import hub
 from ltx_neuron.artifacts.workspace import RunOptions, Workspace
 from ltx_neuron.config.profiles import resolve
 from ltx_neuron.engine.decode import UPSCALED, Result
-from ltx_neuron.engine.outputs import JobRun
+from ltx_neuron.engine.outputs import JobRun, check_output_path
 from ltx_neuron.engine.run import Engine, with_durations
 from ltx_neuron.errors import FieldError, UserError, require
 from ltx_neuron.files import check_outputs
-from ltx_neuron.host.video import check_output_path
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.pipeline.diffusers import (
     DiffusersWords,

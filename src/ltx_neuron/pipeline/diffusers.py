@@ -16,9 +16,9 @@ from PIL import Image
 from torch import Tensor
 
 from ltx_neuron.engine.decode import Result
+from ltx_neuron.engine.outputs import check_output_path
 from ltx_neuron.errors import UserError
 from ltx_neuron.format import print_once
-from ltx_neuron.host.video import check_output_path
 
 _GUIDANCE = "with recipe='dev' of from_pretrained; the distilled recipe has no guidance"
 _LORAS = "loras=[('FILE', 1.0)], in from_pretrained or in a call"

@@ -26,7 +26,6 @@ from ltx_neuron.config.profiles import Profile
 from ltx_neuron.config.sound import AUDIO_SCALE
 from ltx_neuron.format import format_bytes, format_flops
 from ltx_neuron.host import diffusion, tiles
-from ltx_neuron.host.encoding import tile_counts
 from ltx_neuron.host.models import import_ltx_core
 from ltx_neuron.host.spectrogram import mel_sizes
 from ltx_neuron.invocation import command
@@ -199,7 +198,7 @@ class ClipPlanner:
     def _inputs(self) -> list[PhaseRow]:
         size, rows = self.job.size, []
         for clip in self.job.encoded_clips:
-            counts = Counter([clip.pixels]) if clip.whole else tile_counts(clip.pixels)
+            counts = Counter([clip.pixels]) if clip.whole else tiles.tile_counts(clip.pixels)
             of_tile = {shape: self._encoder_flops(*shape) for shape in counts}
             flops = sum(count * of_tile[shape] for shape, count in counts.items())
             tiles_of = " + ".join(f"{n} x {'x'.join(map(str, t))}" for t, n in counts.items())

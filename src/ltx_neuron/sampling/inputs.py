@@ -528,7 +528,7 @@ class JobInputs(JobFields):
 
     @property
     def encoded_clips(self) -> list[EncodedClip]:
-        """The videos that host.conditions encodes before the first stage."""
+        """The videos that host.encode_inputs encodes before the first stage."""
         if self.windows:
             return list(dict.fromkeys(clip for job in self.windows for clip in job.encoded_clips))
         stage_1, clips = self.size.first, []

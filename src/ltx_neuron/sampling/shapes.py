@@ -24,12 +24,6 @@ def audio_latent_frames(num_frames: int, frame_rate: float) -> int:
     return round(num_frames / frame_rate * AUDIO_LATENTS_PER_SECOND)
 
 
-def sound_latent_frames(samples: int, rate: int) -> int:
-    """Audio latents of a sound with `samples` at `rate`."""
-    mel_frames = 1 + -(-samples * SAMPLE_RATE // rate) // HOP
-    return -(-mel_frames // MEL_FRAMES_PER_LATENT)
-
-
 Shape = tuple[int, int, int]  # latent frames, rows and columns
 # --upscale -> the latent upsamplers that run after a one-stage run, in their order.
 UPSCALES: dict[str | None, tuple[str, ...]] = {

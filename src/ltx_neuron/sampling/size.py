@@ -1,5 +1,6 @@
 """The size of a video: pixels, frames and frames per second, also by a predicted length."""
 
+import math
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Annotated, NamedTuple, Self
@@ -11,6 +12,18 @@ from ltx_neuron.sampling.shapes import SPACE_SCALE, TIME_SCALE, audio_latent_fra
 
 FRAME_RATES = 1, 1000  # minimum and maximum
 NO_PICTURE = 0, 0  # height and width of sound alone
+
+
+def exact_frame_rate(frame_rate: float) -> Fraction:
+    """The rate as a fraction of frames per second. Rounded broadcast rates become exact: 29.97 is
+    30000/1001; 23.976 and 23.98 are 24000/1001."""
+    if float(frame_rate).is_integer():
+        return Fraction(int(frame_rate))
+    broadcast = Fraction(math.ceil(frame_rate) * 1000, 1001)
+    # Two decimals of a broadcast rate have an error of 1.7e-4; the next integer is 1e-3 off.
+    if abs(frame_rate / broadcast - 1) < 2e-4:
+        return broadcast
+    return Fraction(frame_rate).limit_denominator(1001)
 
 
 @dataclass(frozen=True)

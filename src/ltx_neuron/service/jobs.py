@@ -12,8 +12,8 @@ from ltx_neuron.config.common import digest
 from ltx_neuron.engine import preflight
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import first_bytes, whole_file
-from ltx_neuron.host import encode_inputs
-from ltx_neuron.host.images import MAX_SIDE, MIN_SIDE, check_image
+from ltx_neuron.host import input_files
+from ltx_neuron.host.input_files import MAX_SIDE, MIN_SIDE, check_image
 from ltx_neuron.job import Job
 from ltx_neuron.sampling.conditions import ImageCondition, WeightedFile
 from ltx_neuron.sampling.size import Size
@@ -72,7 +72,7 @@ class JobSubmitter:
             if job.retake:
                 self.sizes.check_retake(job)
             if job.has_media():
-                encode_inputs.check(job)
+                input_files.check(job)
             self._check_possible(job)
             notes = preflight.notes(job, self.sizes.workspace)
             notes = [public(note, folder) for note in notes]

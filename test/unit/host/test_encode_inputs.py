@@ -15,9 +15,8 @@ from ltx_neuron.engine import preflight
 from ltx_neuron.engine.decode import Decoder
 from ltx_neuron.engine.outputs import JobRun, restore_state, save_state
 from ltx_neuron.errors import UserError
-from ltx_neuron.host.encode_inputs import check, encode, mask_divides
-from ltx_neuron.host.images import fill
-from ltx_neuron.host.media import Sound, read_sound
+from ltx_neuron.host.encode_inputs import encode
+from ltx_neuron.host.input_files import Sound, check, fill, mask_divides, read_sound, sound_latent_frames
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.host.spectrogram import log_mel, mel_sizes, resample
 from ltx_neuron.host.video import write_video
@@ -26,7 +25,7 @@ from ltx_neuron.pipeline import _trimmed
 from ltx_neuron.pipeline.diffusers import LTXPipelineOutput
 from ltx_neuron.report.latency import Recorder
 from ltx_neuron.sampling.conditions import AttentionMask, ReferenceAudio, ReferenceVideo, Retake, SoundCondition
-from ltx_neuron.sampling.shapes import SAMPLE_RATE, sound_latent_frames
+from ltx_neuron.sampling.shapes import SAMPLE_RATE
 from ltx_neuron.text.encoders import Contexts
 from ltx_neuron.weights.lora import Lora
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers import one_thread, randn, rel  # noqa: F401
 
-from ltx_neuron.host.encoding import encode_tiled, parts
+from ltx_neuron.host.tiles import encode_tiled, parts
 
 
 @pytest.mark.parametrize("length", [1, 10, 11, 17, 18, 24, 40])

@@ -5,7 +5,7 @@ import torch
 from helpers import picture_frames, tone, write_film
 from safetensors.torch import save_file
 
-from ltx_neuron.host import encode_inputs
+from ltx_neuron.host import input_files
 from ltx_neuron.job import Job
 from ltx_neuron.sampling.conditions import WeightedFile
 
@@ -32,7 +32,7 @@ def test_a_clip_of_any_size_and_length_has_what_the_model_can_have_of_both_and_s
     (reference,) = job.references
     assert reference.pixels(job.size) == (17, 64, 64)
     job.check()
-    encode_inputs.check(job)  # with silence after its sound
+    input_files.check(job)  # with silence after its sound
 
 
 def test_a_typed_size_replaces_the_clips_and_a_clip_without_sound_gets_one(upscaled, capsys):

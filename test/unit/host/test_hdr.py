@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 
 from ltx_neuron.engine.outputs import OutputPaths
 from ltx_neuron.errors import UserError
+from ltx_neuron.files import content_digest
 from ltx_neuron.host.encode_inputs import encode
 from ltx_neuron.host.hdr import exr_folder, from_acescct, hlg_signal, read_exr, to_acescct, write_exr
-from ltx_neuron.host.images import content_digest
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.host.video import write_frames
 from ltx_neuron.job import Job, Size

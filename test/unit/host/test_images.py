@@ -13,9 +13,9 @@ from jobs import make_job
 from PIL import Image, ImageCms
 
 from ltx_neuron.errors import UserError
-from ltx_neuron.host.encode_inputs import check, notes
-from ltx_neuron.host.images import content_digest, decode_image, is_still, load_image
-from ltx_neuron.host.media import first_frames
+from ltx_neuron.files import content_digest
+from ltx_neuron.host.encode_inputs import load_image
+from ltx_neuron.host.input_files import check, decode_image, first_frames, is_still, notes
 from ltx_neuron.host.models import import_ltx_core
 from ltx_neuron.job import Job, Size
 from ltx_neuron.sampling.conditions import ImageCondition

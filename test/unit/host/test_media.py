@@ -13,8 +13,9 @@ from helpers import one_thread, picture_frames, tone, write_sound  # noqa: F401
 from jobs import make_job
 
 from ltx_neuron.errors import UserError
-from ltx_neuron.host import encode_inputs
-from ltx_neuron.host.media import ffmpeg, first_frames, footage, read_sound, video_size
+from ltx_neuron.host import encode_inputs, input_files
+from ltx_neuron.host.facts import video_size
+from ltx_neuron.host.input_files import ffmpeg, first_frames, footage, read_sound
 from ltx_neuron.host.video import write_video
 from ltx_neuron.job import Size
 from ltx_neuron.sampling.conditions import ReferenceAudio, ReferenceVideo, Retake, SoundCondition
@@ -186,11 +187,11 @@ def test_every_input_reads_a_clips_sound_by_the_clips_clock(tmp_path):
     after, before = (RETAKEN(retake=Retake(path, extend=seconds, source_frames=33)) for seconds in (1.0, -1.0))
     sound = make_job("", Size(64, 96, 25), sound=SoundCondition(path))
     for read, silence in (
-        (encode_inputs._retaken_sound(RETAKEN(retake=Retake(path, 0.1, 0.3))), 0),
+        (input_files.retaken_sound(RETAKEN(retake=Retake(path, 0.1, 0.3))), 0),
         (encode_inputs._extended_sound(after, after.extension), 0),
         (encode_inputs._extended_sound(before, before.extension), before.extension.silence),
-        (encode_inputs._read_sound_condition(sound, sound.sound), 0),
-        (encode_inputs.read_reference_audio(path, 1.0), 0),
+        (input_files.read_sound_condition(sound, sound.sound), 0),
+        (input_files.read_reference_audio(path, 1.0), 0),
     ):
         assert click_of(read) == pytest.approx(silence + FLASH / RATE, abs=EXACT)
 
@@ -215,21 +216,21 @@ def test_what_is_filled_with_silence_or_left_out_is_noted_of_every_input_by_its_
         (make_job("", Size(64, 96, 25), reference_sound=voice), "--reference-audio", (f": {begins}", f" {of_voice}")),
         (RETAKEN(reference_sound=voice, dubbing=ReferenceVideo(late, 1.0, 33)), "--reference-video", (f": {begins}",)),
     ):
-        for note, message in zip(encode_inputs.notes(job), messages, strict=True):
+        for note, message in zip(input_files.notes(job), messages, strict=True):
             assert re.fullmatch(f"{flag} [^ ]*.mp4{message}", note), note
 
 
 def take_retake(path):
-    encode_inputs.check(make_job("", video_size(path, "--video-path"), retake=Retake(path, 0.1, 0.3)))
+    input_files.check(make_job("", video_size(path, "--video-path"), retake=Retake(path, 0.1, 0.3)))
 
 
 def take_sound(path):
-    encode_inputs.check(make_job("", Size(64, 96, 17, 24.0), sound=SoundCondition(path)))
+    input_files.check(make_job("", Size(64, 96, 17, 24.0), sound=SoundCondition(path)))
 
 
 take_extended = partial(video_size, flag="--video-path", extends=True)
 take_reference = partial(footage, flag="--video-conditioning")
-take_voice = partial(encode_inputs.read_reference_audio, max_duration=None)
+take_voice = partial(input_files.read_reference_audio, max_duration=None)
 
 
 def phone(number: int) -> float:

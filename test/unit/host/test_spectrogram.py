@@ -7,7 +7,8 @@ import pytest
 import torch
 from helpers import one_thread, randn, rel, tone  # noqa: F401
 
-from ltx_neuron.host.spectrogram import MelSizes, can_resample, log_mel, mel_filters, resample
+from ltx_neuron.host.input_files import can_resample
+from ltx_neuron.host.spectrogram import MelSizes, log_mel, mel_filters, resample
 
 SIZES = MelSizes(rate=16000, bins=64, hop=160, window=1024)
 # float32 against float64: the filters' own rounding (measured 2.4e-6), and that of a sum of 1024.

@@ -12,7 +12,7 @@ from video_vaes import BOTH, OTHER_ORDER, assert_equal, bound, config_of, given_
 from ltx_neuron import machine
 from ltx_neuron.config.video import video_decoder_config, video_encoder_config
 from ltx_neuron.host import dtypes, vae
-from ltx_neuron.host.encoding import encode_tiled
+from ltx_neuron.host.tiles import encode_tiled
 from ltx_neuron.host.vae import HostVideoModel, host_decoder, host_encoder
 from ltx_neuron.models.video_decoder import DepthToSpace
 

@@ -12,9 +12,10 @@ from helpers import picture_frames, read_video, tone
 from PIL import Image
 
 from ltx_neuron.errors import UserError
-from ltx_neuron.host.media import read_sound
-from ltx_neuron.host.video import BT709, exact_frame_rate, write_frames, write_video, yuv420
+from ltx_neuron.host.input_files import read_sound
+from ltx_neuron.host.video import BT709, write_frames, write_video, yuv420
 from ltx_neuron.job import Job
+from ltx_neuron.sampling.size import exact_frame_rate
 
 # An MP4's durations are whole milliseconds or whole ticks of 1/12288 s, each rounded on its own.
 DURATION_TOLERANCE = 2e-3

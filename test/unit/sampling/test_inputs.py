@@ -19,7 +19,7 @@ from ltx_neuron.config.profiles import resolve
 from ltx_neuron.engine.outputs import run_identity
 from ltx_neuron.engine.run import Engine
 from ltx_neuron.errors import UserError
-from ltx_neuron.host import encode_inputs
+from ltx_neuron.host import input_files
 from ltx_neuron.invocation import command
 from ltx_neuron.job import Job, Size
 from ltx_neuron.models.signatures import NO_VOICE, PASSES
@@ -243,7 +243,7 @@ def test_a_video_to_dub_tells_its_length_and_rate_and_its_lora_the_scale(clip, i
     assert dubbed.dubbing == ReferenceVideo(film, 0.5, 25, 2, 1)
     assert dubbed.reference_sound == read_voice(film)
     dubbed.check()
-    assert encode_inputs.notes(dubbed) == [f"{film}: 25 of 28 frames are used (8k+1)"]
+    assert input_files.notes(dubbed) == [f"{film}: 25 of 28 frames are used (8k+1)"]
 
 
 def test_a_voices_defaults_are_those_of_id_lora_and_scales_are_flags(voice, ic_lora):
@@ -273,7 +273,7 @@ def test_a_voice_is_all_of_a_file_or_its_first_seconds_and_noted_if_much_shorter
     assert read_voice(voice) == ReferenceAudio(voice, TREF)
     assert read_voice(voice, reference_audio_max_duration=0.5) == ReferenceAudio(voice, 13, 0.5)
     for latents, seconds in ((26, "1.0"), (126, None), (300, "12.0")):
-        notes = encode_inputs.notes(make_job("", reference_sound=ReferenceAudio(voice, latents)))
+        notes = input_files.notes(make_job("", reference_sound=ReferenceAudio(voice, latents)))
         message = f"{voice} gives {seconds} s of sound; its LoRA was trained on about 5 s"
         assert [message in note for note in notes] == [True] * (seconds is not None)
 

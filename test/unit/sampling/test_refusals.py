@@ -17,7 +17,7 @@ from typed import parsed
 
 from ltx_neuron import batch, flags
 from ltx_neuron.errors import FieldError, UserError
-from ltx_neuron.host import encode_inputs
+from ltx_neuron.host import input_files
 from ltx_neuron.job import Job, Size, to_flags
 from ltx_neuron.sampling import rules
 from ltx_neuron.sampling.conditions import ImageCondition
@@ -242,7 +242,7 @@ def folder(tmp_path_factory):
 
 def check(job: Job) -> None:
     job.check()
-    encode_inputs.check(job)
+    input_files.check(job)
 
 
 def text_values(words: list[str]) -> dict:
@@ -264,7 +264,7 @@ def by_flags(words, folder):
 
 def by_line(words, folder):
     (folder / "jobs.jsonl").write_text(json.dumps(text_values(words)))
-    batch.read_lines(folder / "jobs.jsonl", flags.job_of_line(parsed()), {}, check_files=encode_inputs.check)
+    batch.read_lines(folder / "jobs.jsonl", flags.job_of_line(parsed()), {}, check_files=input_files.check)
 
 
 def by_request(words, folder):

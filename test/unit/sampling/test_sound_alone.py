@@ -12,8 +12,9 @@ from tiny.config import TinySizes
 from ltx_neuron.backends.torchdist.rank import Rank
 from ltx_neuron.batch import Line
 from ltx_neuron.config.transformer import Bucket
+from ltx_neuron.engine.outputs import check_output_path
 from ltx_neuron.errors import UserError
-from ltx_neuron.host.video import check_output_path, write_wav
+from ltx_neuron.host.video import write_wav
 from ltx_neuron.job import Job, Size
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import dit_program, may_divide

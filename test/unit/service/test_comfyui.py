@@ -21,7 +21,7 @@ from service_app import Service, listening
 
 from ltx_neuron import __version__
 from ltx_neuron.engine import preflight
-from ltx_neuron.host.media import read_sound
+from ltx_neuron.host.input_files import read_sound
 from ltx_neuron.service.fields import read_request
 from ltx_neuron.service.jobs import VIDEO, job_of
 
