@@ -190,7 +190,7 @@ class Worker:
             detail[PREVIEW] = base64.b64encode(picture).decode()
 
     def _stage(self, run: outputs.JobRun) -> None:
-        """Save a finished stage's latents, from which another worker could"""
+        """Save a finished stage's latents, from which another worker could resume."""
         entry = self._entry(run.job)
         with suppress(OSError):  # the disk is full: nobody can resume
             outputs.save_state(path := self._state_path(run.job), run, self._identity(run.job))
