@@ -17,6 +17,8 @@ from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import dit_program, may_divide
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.report.table import table
+from ltx_neuron.service.api_error import ApiError
+from ltx_neuron.service.fields import read_request
 from ltx_neuron.service.sizes import _records
 from ltx_neuron.weights import sharding
 
@@ -70,7 +72,10 @@ def test_a_job_has_no_picture_and_any_number_of_frames_gives_its_length():
     alone.check()
     assert alone.size == Size(0, 0, 17) and alone.resolved_guidance.audio.stg_blocks == (0,)
     assert Line(3, alone, "").file == "0003.wav"
-    # A service does not offer its sizes.
+    # A service refuses it and does not offer its sizes.
+    with pytest.raises(ApiError, match="sound_only is not supported here"):
+        read_request({"prompt": "rain", "sound_only": True})
+    read_request({"prompt": "rain", "sound_only": False})
     record = {"num_frames": 9, "frame_rate": 24.0, "two_stage": False, "recipe": "dev"}
     counts = [len([*_records({"bucket": [record | {"height": side, "width": side}]})]) for side in (64, 0)]
     assert counts == [1, 0]
