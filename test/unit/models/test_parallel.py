@@ -1,4 +1,4 @@
-"""Layers that are divided over ranks compute what one rank computes, for any sizes and contents."""
+"""Layers that are divided over ranks compute what one rank computes."""
 
 from concurrent.futures import ThreadPoolExecutor
 
