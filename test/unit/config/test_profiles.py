@@ -89,7 +89,7 @@ def test_a_trainium3_has_its_own_target_and_links_without_a_torus():
 
 def test_a_setting_changes_one_value_and_the_last_of_a_key_counts():
     plain, values = resolve(LARGE.name), {"tp=16": 16, "resident=true": True, "resident=no": False}
-    values |= {"attention=matmul": "matmul", "text_buckets=1024,256": (256, 1024)}
+    values |= {"attention=matmul": "matmul", "text_buckets=1024,256": (256, 1024), "blocks_per_graph=0": 0}
     for setting, value in values.items():
         key, changed = setting.partition("=")[0], resolve(LARGE.name, (setting,))
         assert getattr(changed, key) == value and type(getattr(changed, key)) is type(value)

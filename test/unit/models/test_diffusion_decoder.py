@@ -126,6 +126,8 @@ def test_memory_and_work_per_frame_do_not_depend_on_the_length(monkeypatch):
     counts = [len(calls) for _ in itertools.islice(chunks, 2)]
     assert counts[0] < 100 and counts[1] - counts[0] < 50
     assert max(kept) <= decoder.config.span * 8 + max(kernel[0] for kernel in decoder.config.kernels)
+    counted = [diffusion.decode_bytes(decoder.config, (frames, 8, 12), torch.float32) for frames in (20, 200)]
+    assert counted[0] == counted[1]
 
 
 def test_a_file_is_decoded_as_its_config_says_and_an_unknown_tensor_is_refused(tmp_path):
