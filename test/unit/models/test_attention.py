@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ltx_neuron.backends.export import TorchDistComm, cost, fake_process_group, trace
 from ltx_neuron.config.gemma import GEMMA_3_12B
-from ltx_neuron.models.attention import KERNELS, attention_cte, matmul, part_of_attention, sdpa
+from ltx_neuron.models.attention import KERNELS, attention_cte, part_of_attention, sdpa
 from ltx_neuron.models.programs import gemma3_program
 
 # The largest deviation of the scores of `three`: an error of a score, as large as a sum of `size`
@@ -27,8 +27,8 @@ def three(heads, queries, keys, size, dtype=torch.float32):
     return (2 * query).to(dtype), (2 * key).to(dtype), value.to(dtype)
 
 
-def exact(query, key, value, scale):
-    scores = query.double() @ key.double().transpose(-1, -2) * scale
+def exact(query, key, value, scale, mask=0.0):
+    scores = query.double() @ key.double().transpose(-1, -2) * scale + mask
     return scores.softmax(-1) @ value.double()
 
 
@@ -55,19 +55,6 @@ def test_every_kernel_is_attention(name, shape, dtype):
     assert rel(exact(query, key, value, 1.5 * scale), wanted) > allowed  # another scale would show
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_matmul_takes_a_mask_and_leaves_masked_keys_out(dtype):
-    query, key, value = three(4, 6, 6, 256, dtype)
-    mask = torch.full((6, 6), torch.finfo(dtype).min).triu(1).to(dtype)[None, None]
-    got = matmul(query, key, value, 1 / 16, mask)
-    *three_exact, bias = (x.double() for x in (query, key, value, mask))
-    wanted = torch.nn.functional.scaled_dot_product_attention(*three_exact, bias, scale=1 / 16)
-    assert rel(got, wanted) < rounding(dtype, 6, 256)
-    changed = value.clone()
-    changed[:, :, -1] = 7
-    assert torch.equal(matmul(query, key, changed, 1 / 16, mask)[:, :, :-1], got[:, :, :-1])
-
-
 def test_scores_are_summed_in_fp32():
     """In bf16 a score of 40 is right to 0.1, and its weight to a tenth: the reason for the fp32 products."""
     query, key, value = three(2, 16, 16, 64, torch.bfloat16)
@@ -79,18 +66,19 @@ def test_scores_are_summed_in_fp32():
     assert rel(rounded, wanted) > 2 * BF16_ROUNDING
 
 
-@pytest.mark.parametrize("shape", [(4, 24, 24, 8), (3, 25, 25, 16), (2, 1, 1, 8)], ids=str)
+@pytest.mark.parametrize("shape", [(4, 24, 24, 8), (3, 25, 25, 16), (4, 6, 6, 256)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_flash_kernel_with_a_mask_is_matmul_of_some_queries_at_a_time(shape, dtype):
-    """To the bit where a product's rows do not depend on how many there are, else to rounding."""
+def test_every_kernel_adds_to_a_querys_scores_its_own_row_of_a_mask_or_the_only_one(shape, dtype):
+    """The flash kernel for some queries at a time."""
     query, key, value = three(*shape, dtype)
-    mask = torch.where(randn(shape[1], shape[2], seed=4) > 1, -3.0, 0.5).to(dtype)
-    got, wanted = (KERNELS[name](query, key, value, 0.3, mask) for name in ("nki", "matmul"))
-    assert got.dtype == dtype and got.shape == wanted.shape
-    assert rel(got, wanted) < rounding(dtype, shape[2], shape[3])
-    if shape[1] > 1:
-        other = KERNELS["nki"](query, key, value, 0.3, mask.flip(0))
-        assert rel(other, wanted) > 0.1  # a query's own row of the mask
+    mask = torch.where(randn(shape[1], shape[2], seed=4) > 1, torch.finfo(dtype).min, 0.5).to(dtype)
+    scale = shape[-1] ** -0.5
+    wanted, of_one_row = (exact(query, key, value, scale, bias) for bias in (mask, mask[:1]))
+    for name, kernel in KERNELS.items():
+        for bias, result in ((mask, wanted), (mask[:1], of_one_row)):
+            got = kernel(query, key, value, scale, bias)
+            assert got.dtype == dtype and rel(got, result) < rounding(dtype, *shape[2:]), name
+    assert rel(of_one_row, wanted) > 0.1
 
 
 def test_the_flash_kernel_with_a_mask_holds_no_more_than_half_of_one_heads_scores():

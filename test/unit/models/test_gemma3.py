@@ -1,12 +1,15 @@
-"""Gemma3Encoder gives transformers' hidden states of Gemma 3 and 4 and ltx-core's features, with any padding."""
+"""Gemma3Encoder gives transformers' hidden states of Gemma 3 and 4 and ltx-core's features, with any padding, and
+Connectors ltx-core's contexts."""
 
 from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import STREAMS, made_config, one_thread, randn, randomised, rel  # noqa: F401
+import transformers
+from helpers import STREAMS, block_summands, fp32_bound, made_config, one_thread, randn, randomised, rel  # noqa: F401
 from tiny import TinySizes
 from tiny.gemma import gemma_4_config
 from tiny.gemma import gemma_config as tiny_gemma_config
@@ -15,10 +18,12 @@ from torch.func import functional_call
 
 from ltx_neuron.config.common import TEXT_TOKENS
 from ltx_neuron.config.gemma import read_config
+from ltx_neuron.models.attention import sdpa
+from ltx_neuron.models.connectors import Connectors
 from ltx_neuron.models.gemma3 import Gemma3Encoder, layers_first
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.rope import half_rope
-from ltx_neuron.text.inputs import embedded_ids, encoder_inputs, scale_embeddings
+from ltx_neuron.text.inputs import connector_inputs, embedded_ids, encoder_inputs, scale_embeddings
 
 # Every second layer attends to all with the global RoPE; every third, in a model of other widths
 # throughout. Full layers of Gemma 4 have larger heads, one of them for keys that are the values.
@@ -36,7 +41,6 @@ COUNT, BUCKET = 12, 128  # tokens of the prompt, and positions of the smallest c
 # as much. Next to it, the order of sums (fp32_bound of six layers: 2e-5) matters little.
 EQUAL = 1024 * 2**-24
 SHOWS = 1e-2  # a wrong base, layer kind or mask
-ROUNDED = "embeddings", "attention_mask"  # inputs in the run's dtype
 
 
 def hidden_states(reference, ids):
@@ -45,29 +49,22 @@ def hidden_states(reference, ids):
     return reference(input_ids=padded, attention_mask=mask, output_hidden_states=True).hidden_states, mask
 
 
-def published(name: str, sizes: TinySizes) -> tuple[dict, nn.Module]:
-    """A config in the published format, and transformers' text model of it."""
-    import transformers
-
-    if name != "Gemma 4":
-        content = tiny_gemma_config(sizes)
-        config = transformers.Gemma3Config.from_dict(content).text_config
-        return content, randomised(transformers.Gemma3TextModel(config))
-    if not hasattr(transformers, "Gemma4UnifiedConfig"):
-        pytest.skip("transformers 4 has no Gemma 4: pip install 'transformers>=5.10'")
-    content = gemma_4_config(sizes)
-    config = transformers.Gemma4UnifiedConfig.from_dict(content).text_config
-    reference = randomised(transformers.Gemma4UnifiedTextModel(config))
-    for index, layer in enumerate(reference.layers):
-        layer.layer_scalar.fill_(0.7 + 0.1 * index)
-    return content, reference
-
-
 @pytest.fixture(scope="module", params=PATTERNS)
 def setting(request) -> SimpleNamespace:
     """A random model in both forms, and what transformers makes of one prompt padded on its left to 1024."""
     sizes = PATTERNS[request.param]
-    content, reference = published(request.param, sizes)
+    if request.param != "Gemma 4":
+        content = tiny_gemma_config(sizes)
+        text_config = transformers.Gemma3Config.from_dict(content).text_config
+        reference = randomised(transformers.Gemma3TextModel(text_config))
+    elif not hasattr(transformers, "Gemma4UnifiedConfig"):
+        pytest.skip("transformers 4 has no Gemma 4: pip install 'transformers>=5.10'")
+    else:
+        content = gemma_4_config(sizes)
+        text_config = transformers.Gemma4UnifiedConfig.from_dict(content).text_config
+        reference = randomised(transformers.Gemma4UnifiedTextModel(text_config))
+        for index, layer in enumerate(reference.layers):
+            layer.layer_scalar.fill_(0.7 + 0.1 * index)
     gemma, config = read_config(content, Path(request.param)), made_config(sizes)[1]
     width, weights = gemma.hidden_size * (gemma.num_hidden_layers + 1), dict(reference.state_dict())
     table, projections = weights.pop("embed_tokens.weight"), []
@@ -83,9 +80,9 @@ def setting(request) -> SimpleNamespace:
     )
 
 
-def inputs_of(setting, tokens, ids=None):
+def inputs_of(setting, tokens):
     """Our inputs for a prompt at the end of `tokens` positions."""
-    rows = scale_embeddings(setting.table[ids or setting.ids], torch.float32)
+    rows = scale_embeddings(setting.table[setting.ids], torch.float32)
     padding = torch.zeros(tokens - len(rows), setting.gemma.hidden_size)
     return encoder_inputs(torch.cat([padding, rows])[None], [len(rows)], setting.gemma)
 
@@ -118,15 +115,15 @@ def test_in_bfloat16_the_states_are_as_near_to_fp32_as_transformers(setting):
     theirs = last_states(hidden_states(rounded, setting.ids)[0])
     weights = {name: weight.to(torch.bfloat16) for name, weight in setting.weights.items()}
     inputs = inputs_of(setting, COUNT)
-    given = {name: inputs[name].to(torch.bfloat16) for name in ROUNDED}
-    ours = encode(setting, inputs | given, weights)["hidden_states"]
+    inputs |= {name: inputs[name].to(torch.bfloat16) for name in ("embeddings", "attention_mask")}
+    ours = encode(setting, inputs, weights)["hidden_states"]
     assert ours.dtype == torch.bfloat16
     for layer in range(truth.shape[-1]):
         near, far = (rel(x[..., layer].float(), truth[..., layer]) for x in (ours, theirs))
         assert near <= 2 * far + 0.005, layer
 
 
-def test_features_are_ltx_cores_of_the_same_states(setting):
+def test_features_are_ltx_cores_of_the_same_states_also_where_no_states_are_returned(setting):
     from ltx_core.text_encoders.gemma.feature_extractor import FeatureExtractorV2
 
     video, audio = setting.projections
@@ -136,6 +133,9 @@ def test_features_are_ltx_cores_of_the_same_states(setting):
         ours = encode(setting, inputs_of(setting, tokens))
         for got, wanted in zip([*ours.values()][:2], theirs, strict=True):
             assert rel(got[:, -COUNT:], wanted[:, -COUNT:]) < EQUAL
+    alone = encode(setting, inputs_of(setting, BUCKET), states=False)
+    assert [*alone] == ["video_features", "audio_features"]
+    assert torch.equal(alone["video_features"], ours["video_features"])
 
 
 def test_gemma_4_encodes_the_padding_token_in_place_of_an_image_or_a_sound():
@@ -151,21 +151,15 @@ def test_tokens_keep_the_positions_that_padding_to_1024_gives_them(setting):
         assert torch.equal(inputs_of(setting, tokens)["local_cos"][:, :, -COUNT:], wanted.cos)
 
 
-def test_what_stands_in_the_padding_changes_no_token(setting):
+def test_a_token_sees_neither_the_padding_nor_a_later_token(setting):
     inputs = inputs_of(setting, BUCKET)
     changed = inputs["embeddings"].clone()
     changed[:, :-COUNT] = randn(1, BUCKET - COUNT, setting.gemma.hidden_size)
+    changed[:, -1] *= -2
     before, after = encode(setting, inputs), encode(setting, inputs | {"embeddings": changed})
     for name in ("video_features", "hidden_states"):
-        assert torch.equal(before[name][:, -COUNT:], after[name][:, -COUNT:])
-
-
-def test_a_token_sees_no_later_one(setting):
-    changed = [*setting.ids[:-1], setting.ids[-1] + 1 if setting.ids[-1] < 500 else 5]
-    inputs = (inputs_of(setting, COUNT, ids) for ids in (setting.ids, changed))
-    before, after = (encode(setting, each)["hidden_states"] for each in inputs)
-    assert torch.equal(before[:, :-1], after[:, :-1])
-    assert rel(before[:, -1:], after[:, -1:]) > SHOWS
+        assert torch.equal(before[name][:, -COUNT:-1], after[name][:, -COUNT:-1])
+        assert rel(before[name][:, -1], after[name][:, -1]) > SHOWS
 
 
 def test_embeddings_are_scaled_in_their_own_dtype():
@@ -179,8 +173,57 @@ def test_embeddings_are_scaled_in_their_own_dtype():
     assert scale_embeddings(torch.ones(1, 3840), torch.bfloat16)[0, 0] == 62
 
 
-def test_the_encoder_returns_states_only_when_asked(setting):
-    inputs = inputs_of(setting, COUNT)
-    outputs = encode(setting, inputs, states=False)
-    assert [*outputs] == ["video_features", "audio_features"]
-    assert torch.equal(outputs["video_features"], encode(setting, inputs)["video_features"])
+# --- connectors -----------------------------------------------------------------------------------
+
+# Up to three blocks of a width of up to 80, each attending to 1024 positions
+CONTEXT = fp32_bound(*block_summands(80, TEXT_TOKENS, attentions=1) * 3)
+CONNECTORS = {
+    "4 heads of 8": TinySizes(),
+    "8 heads of 10": TinySizes(heads=8, head_dim=10, audio_head_dim=6, connector_layers=3),
+}
+
+
+@cache
+def models(name, **overrides):
+    """ltx-core's connector of each stream with random fp32 weights, and our config."""
+    from ltx_core.text_encoders.gemma import embeddings_connector as ltx
+
+    content, config = made_config(CONNECTORS[name], **overrides)
+    configurators = ltx.Embeddings1DConnectorConfigurator, ltx.AudioEmbeddings1DConnectorConfigurator
+    models = (randomised(configurator.from_config(content), seed) for seed, configurator in enumerate(configurators))
+    return dict(zip(STREAMS, models, strict=True)), config
+
+
+def our_contexts(connectors, config, features):
+    weights = {
+        f"{stream}_connector.{name}": weight
+        for stream, connector in connectors.items()
+        for name, weight in connector.state_dict().items()
+    }
+    registers = {stream: weights.pop(f"{stream}_connector.learnable_registers") for stream in STREAMS}
+    with torch.device("meta"):
+        module = Connectors(config, 1, SingleRank(), sdpa)
+    outputs = functional_call(module, weights, (connector_inputs(features, registers, config),), strict=True)
+    return {stream: outputs[f"{stream}_context"] for stream in STREAMS}
+
+
+@pytest.mark.parametrize(
+    ("name", "depths", "count"),
+    [
+        # Tokens of a prompt: one, as many as registers, more, all
+        *(("4 heads of 8", {}, count) for count in (1, 128, 700, 1024)),
+        ("8 heads of 10", {}, 12),
+        ("4 heads of 8", {"audio_connector_num_layers": 1}, 12),
+    ],
+)
+def test_contexts_are_ltx_cores_for_prompts_of_any_length_and_any_size_and_depth(name, depths, count):
+    from ltx_core.text_encoders.gemma.embeddings_processor import convert_to_additive_mask
+
+    connectors, config = models(name, **depths)
+    padding, widths = TEXT_TOKENS - count, (config.video_connector.inner, config.audio_connector.inner)
+    own = {f"{stream}_features": randn(1, count, width) for stream, width in zip(STREAMS, widths, strict=True)}
+    mask = convert_to_additive_mask(torch.tensor([[0.0] * padding + [1.0] * count]), torch.float32)
+    ours = our_contexts(connectors, config, own)
+    for stream, connector in connectors.items():
+        padded = nn.functional.pad(own[f"{stream}_features"], (0, 0, padding, 0))
+        assert rel(ours[stream], connector(padded, mask)[0]) < CONTEXT

@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from helpers import SIZES, STREAMS, fp32_bound, rel
-from helpers import one_thread as one_thread
+from helpers import SIZES, STREAMS, fp32_bound, one_thread, rel  # noqa: F401
 from steps import model_of
 
 from ltx_neuron.engine.residency import _REMEMBERED_TABLES, ModulationTables
 from ltx_neuron.models import modulation
-from ltx_neuron.models.modulation import A2V, AV_GATE, MODULATION_ROWS, host_weights, modulation_table
+from ltx_neuron.models.modulation import A2V, AV_GATE, MODULATION_ROWS, modulation_table
 from ltx_neuron.sampling.schedules import DISTILLED_SIGMAS
 
 SIGMAS = torch.tensor(DISTILLED_SIGMAS[:-1])
@@ -41,8 +40,7 @@ def ltx_rows(model, stream, sigma, mask, gate_factor=1.0, cross_sigma=False):
 
 
 def check(table, model, stream, **options):
-    # The rows come from the same products, of many timesteps at once and of one: the layers of AdaLN sum over the
-    # sinusoid's 256 channels, then twice over the width.
+    # The layers of AdaLN sum over the sinusoid's 256 channels, then twice over the width.
     bound = fp32_bound(256, table.shape[-1], table.shape[-1])
     for step, sigma in enumerate(SIGMAS):
         for u, mask in enumerate(MASKS):
@@ -53,26 +51,13 @@ def check(table, model, stream, **options):
 
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("stream", STREAMS)
-def test_every_row_is_that_of_ltx_cores_modules(name, stream):
+@pytest.mark.parametrize("cross_sigma", [False, True], ids=["now", "1.0.0"])
+def test_every_row_is_that_of_ltx_cores_modules(name, stream, cross_sigma):
     model, config, weights = model_of(name)
-    table = modulation_table(weights, config, stream, SIGMAS, MASKS)
+    table = modulation_table(weights, config, stream, SIGMAS, MASKS, cross_sigma)
     assert table.shape == (len(SIGMAS), len(MASKS), MODULATION_ROWS, getattr(config, stream).inner)
     assert table.dtype == torch.float32
-    check(table, model, stream)
-
-
-@pytest.mark.parametrize("stream", STREAMS)
-def test_cross_sigma_takes_the_steps_sigma_for_audio_video_scale_and_shift_alone(stream):
-    model, config, weights = model_of()
-    own = modulation_table(weights, config, stream, SIGMAS, MASKS)
-    cross = modulation_table(weights, config, stream, SIGMAS, MASKS, cross_sigma=True)
-    check(cross, model, stream, cross_sigma=True)
-    rows = list(range(A2V.row, AV_GATE.row))
-    others = [row for row in range(MODULATION_ROWS) if row not in rows]
-    assert torch.equal(own[:, :, others], cross[:, :, others])
-    # A token that no image holds has the step's own sigma.
-    assert torch.equal(own[:, 0], cross[:, 0])
-    assert rel(own[:, 1, rows], cross[:, 1, rows]) > SHOWS
+    check(table, model, stream, cross_sigma=cross_sigma)
 
 
 @pytest.mark.parametrize("stream", STREAMS)
@@ -90,38 +75,18 @@ def test_weights_in_bf16_are_widened_not_the_timestep_narrowed():
     assert torch.equal(*(modulation_table(each, config, "video", SIGMAS, MASKS) for each in (narrow, wide)))
 
 
-class Read(dict):
-    """Weights that note which of them are read."""
-
-    names = ()
-
-    def __getitem__(self, name):
-        self.names += (name,)
-        return super().__getitem__(name)
-
-
-def test_the_weights_are_read_for_the_first_table_of_a_schedule_alone():
-    _, config, weights = model_of()
-    tables = ModulationTables(weights := Read(weights), config)
-    first = tables("video", SIGMAS, MASKS, False, SIGMAS)
-    read = {*weights.names}
-    assert read and not any(name.startswith("audio_") for name in read)
-    assert tables("video", SIGMAS.clone(), MASKS.clone(), False, SIGMAS.clone()) is first
-    assert {*weights.names} == read
-    tables("audio", SIGMAS, MASKS, False, SIGMAS)
-    assert {name: weights.get(name).shape for name in weights.names} == host_weights(config)
-    for number in range(1, 3 * _REMEMBERED_TABLES):  # no more are kept than fit in memory
-        tables("video", SIGMAS / number, MASKS, False, SIGMAS)
-        assert len(tables._tables) <= _REMEMBERED_TABLES
-
-
 CHANGES = {"stream": "audio", "sigmas": SIGMAS / 2, "masks": MASKS / 2, "cross_sigma": True, "other_sigmas": SIGMAS * 0}
 
 
-@pytest.mark.parametrize("changed", CHANGES)
-def test_another_schedule_has_another_table(changed):
+def test_each_schedule_has_its_own_table_which_is_made_once_and_kept_while_few_are():
     _, config, weights = model_of()
     first = {"stream": "video", "sigmas": SIGMAS, "masks": MASKS, "cross_sigma": False, "other_sigmas": SIGMAS}
-    other, tables = first | {changed: CHANGES[changed]}, ModulationTables(weights, config)
-    tables(*first.values())
-    assert torch.equal(tables(*other.values()), modulation_table(weights, config, **other))
+    tables = ModulationTables(weights, config)
+    made = tables(*first.values())
+    assert tables("video", SIGMAS.clone(), MASKS.clone(), False, SIGMAS.clone()) is made
+    for name, value in CHANGES.items():
+        other = first | {name: value}
+        assert torch.equal(tables(*other.values()), modulation_table(weights, config, **other)), name
+    for number in range(1, 3 * _REMEMBERED_TABLES):
+        tables("video", SIGMAS / number, MASKS, False, SIGMAS)
+        assert len(tables._tables) <= _REMEMBERED_TABLES

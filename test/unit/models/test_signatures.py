@@ -139,21 +139,28 @@ def test_lint_finds_nothing_in_the_graphs_that_the_ranks_read(graphs):
     assert used == fx.EXPORTED | collectives | {fx.WAIT}  # every operation that lint allows is needed
 
 
-def test_graphs_hold_nothing_and_their_inputs_and_outputs_are_those_of_their_fields(graphs, manifests):
+def test_graphs_hold_nothing_and_their_manifest_describes_them_and_reads_back_as_their_program(graphs, manifests):
     kinds = torch.export.graph_signature.InputKind
-    for (program, name), exported in graphs.items():
-        manifest = manifests[program][0]
-        described, specs = manifest.graphs[name], exported.graph_signature.input_specs
-        parameters = [spec.target.removeprefix("module.") for spec in specs if spec.kind == kinds.PARAMETER]
-        inputs = [spec.arg.name for spec in specs if spec.kind == kinds.USER_INPUT]
-        assert (parameters, inputs) == (list(described["parameters"]), described["inputs"])
-        assert len(parameters) + len(inputs) == len(specs) and not exported.constants  # no buffer
-        nodes = {node.name: node for node in exported.graph.nodes if node.op in ("placeholder", "output")}
-        pairs = [(field, nodes[field]) for field in described["inputs"]]
-        pairs += zip(described["outputs"], nodes["output"].args[0], strict=True)
-        for field, node in pairs:
-            (value,), wanted = values(node), manifest.fields[field]
-            assert (tuple(value.shape), value.dtype) == (wanted.shape, wanted.dtype), (program, name, field)
+    for program_name, (manifest, program) in manifests.items():
+        assert manifest.identity == {"model": program_name} and manifest.fields == program.fields
+        assert {run: tuple(calls) for run, calls in manifest.runs.items()} == program.runs
+        assert manifest.weights() == program.weights()
+        for name, (module, inputs, outputs) in program.graphs.items():
+            described, exported = manifest.graphs[name], graphs[program_name, name]
+            assert (tuple(described["inputs"]), tuple(described["outputs"])) == (inputs, outputs)
+            assert described["parameters"] == {n: list(p.shape) for n, p in module.named_parameters()}
+            specs = exported.graph_signature.input_specs
+            parameters = [spec.target.removeprefix("module.") for spec in specs if spec.kind == kinds.PARAMETER]
+            taken = [spec.arg.name for spec in specs if spec.kind == kinds.USER_INPUT]
+            assert (parameters, taken) == (list(described["parameters"]), described["inputs"])
+            assert len(parameters) + len(taken) == len(specs) and not exported.constants  # no buffer
+            nodes = {node.name: node for node in exported.graph.nodes if node.op in ("placeholder", "output")}
+            pairs = [(field, nodes[field]) for field in inputs]
+            pairs += zip(outputs, nodes["output"].args[0], strict=True)
+            for field, node in pairs:
+                (value,), wanted = values(node), manifest.fields[field]
+                assert (tuple(value.shape), value.dtype) == (wanted.shape, wanted.dtype), (program_name, name, field)
+    assert manifests["guided"][0].weights() == manifests["whole step"][0].weights()  # one set of rank files
 
 
 def test_a_graph_takes_the_fields_that_its_module_reads_and_returns_a_state_in_its_shape():
@@ -221,19 +228,6 @@ def test_a_file_with_a_pickle_inside_or_that_its_manifest_does_not_describe_is_r
         (tmp_path / MANIFEST).write_text(json.dumps(content))
         with pytest.raises(UserError, match=message):
             Manifest(tmp_path).load("connectors")
-
-
-def test_a_manifest_reads_back_as_the_program_it_was_written_for(manifests):
-    for name, (manifest, program) in manifests.items():
-        assert manifest.identity == {"model": name}
-        assert manifest.fields == program.fields
-        assert {run: tuple(calls) for run, calls in manifest.runs.items()} == program.runs
-        for graph, (module, inputs, outputs) in program.graphs.items():
-            described = manifest.graphs[graph]
-            assert (tuple(described["inputs"]), tuple(described["outputs"])) == (inputs, outputs)
-            assert described["parameters"] == {n: list(p.shape) for n, p in module.named_parameters()}
-        assert name != "guided" or manifest.weights() == manifests["whole step"][0].weights()  # one set of rank files
-        assert manifest.weights() == program.weights()
 
 
 @pytest.mark.parametrize("make", [torch.arange, torch.zeros, torch.rand])

@@ -86,12 +86,8 @@ def test_a_reference_is_read_from_the_first_frame_of_the_window():
         ({"carry": 9}, "type --chunk-carry-frames 17"),
         ({"window": 25, "carry": 25}, "type --chunk-pixel-frames 33"),
         ({"chunk_blend_frames": 18}, "wanted 0 to 17"),
-        ({"window": 25}, "wanted 0 to 7"),
         ({"num_generated_keyframes": 23}, "wanted 0 to 22 .* with a carry of 17"),
         ({"prompt": "", "prompts": ("a", "b", "c", "d")}, "got 4 for 3 windows"),
-        ({"prompts": ("a",)}, "cannot be combined"),
-        ({"upscale": "spatial"}, "upscale"),
-        ({"tail_frames": 8}, "cannot be combined"),
     ],
 )
 def test_lengths_and_fields_that_cannot_be_are_refused_with_what_to_type(fields, message):

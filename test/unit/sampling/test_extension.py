@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from helpers import made_film
 from jobs import make_job
 from typed import said
 
@@ -24,16 +25,18 @@ from ltx_neuron.text.encoders import Contexts
 TINY = Extension(1.0, 25, 25, 24.0)
 
 
-@pytest.fixture(params=[1.0, -1.0, 0.3, -0.1, 5.1, -12.7])
-def extensions(request) -> list[Extension]:
-    """Of files, windows and rates that there are."""
-    kinds = itertools.product((9, 10, 25, 100, 241), (25, 33, 121), (24.0, 29.97, 8.0, 60.0))
-    found = [Extension(request.param, *kind) for kind in kinds]
-    return [extension for extension in found if extension.window_latents <= extension.video_latents]
+@pytest.fixture(scope="module")
+def film(tmp_path_factory) -> str:
+    return str(made_film(tmp_path_factory.mktemp("film") / "film.mp4", 26, 32, 64))
 
 
-def test_windows_make_what_is_new_once_and_hold_what_is_there_by_then(extensions):
-    for extension in extensions:
+# Of seconds, files, windows and rates that there are
+KINDS = (1.0, -1.0, 0.3, -0.1, 5.1, -12.7), (9, 10, 25, 100, 241), (25, 33, 121), (24.0, 29.97, 8.0, 60.0)
+EXTENSIONS = [x for x in itertools.starmap(Extension, itertools.product(*KINDS)) if x.window_latents <= x.video_latents]
+
+
+def test_windows_make_what_is_new_once_and_hold_what_is_there_by_then():
+    for extension in EXTENSIONS:
         sound = audio_latent_frames(extension.window_frames, extension.frame_rate)
         made = {"video": torch.zeros(extension.video_latents), "audio": torch.zeros(extension.audio_latents)}
         known = torch.zeros(extension.video_latents)
@@ -63,9 +66,9 @@ def test_windows_make_what_is_new_once_and_hold_what_is_there_by_then(extensions
             assert torch.equal(counts, wanted) and 0 < wanted.sum() < len(counts)
 
 
-def test_the_new_frames_are_those_next_to_the_files(extensions):
+def test_the_new_frames_are_those_next_to_the_files():
     waveform = torch.arange(48000 * 60, dtype=torch.float64).expand(2, -1)
-    for extension in extensions:
+    for extension in EXTENSIONS:
         assert 8 * (extension.video_latents - 1) + 1 == extension.known_frames + extension.made_frames
         assert extension.known_frames <= extension.source_frames
         assert extension.new_frames == round(abs(extension.seconds) * extension.frame_rate)
@@ -127,22 +130,21 @@ def test_a_window_goes_on_from_those_before_it(seconds):
     assert not video[:, :, extension.known_latents :].any() or extension.before  # left as it was
 
 
-def test_windows_are_as_long_as_any_clip_or_as_all_that_there_is(clip):
-    path = clip(26)
-    extended = said("--video-path", path, "--extend", 1.5)
-    assert extended.retake == Retake(path, extend=1.5, source_frames=26)
+def test_windows_are_as_long_as_any_clip_or_as_all_that_there_is(film):
+    extended = said("--video-path", film, "--extend", 1.5)
+    assert extended.retake == Retake(film, extend=1.5, source_frames=26)
     # 4 latents of the file and 5 new ones.
     assert extended.size == Size(32, 64, 65, 24.0) and len(extended.stages) == 1
-    assert said("--video-path", path, "--extend", 60).size.num_frames == 121
+    assert said("--video-path", film, "--extend", 60).size.num_frames == 121
     assert default_window(-1.5, 26, 24.0) == 65  # 3 and 6, of which the first is of one frame
     extended.check()
 
 
 @pytest.mark.parametrize("recipe", ["distilled", "dev"])
-def test_windows_share_the_graph_of_a_retake_of_as_many_frames(clip, recipe):
-    windows = said("--video-path", clip(26), "--extend", 3, "--num-frames", 25, "--recipe", recipe)
+def test_windows_share_the_graph_of_a_retake_of_as_many_frames(film, recipe):
+    windows = said("--video-path", film, "--extend", 3, "--num-frames", 25, "--recipe", recipe)
     windows.check()
-    retake = make_job("rain", Size(32, 64, 25), retake=Retake(clip(26), 0.1, 0.2), recipe=recipe)
+    retake = make_job("rain", Size(32, 64, 25), retake=Retake(film, 0.1, 0.2), recipe=recipe)
     assert windows.buckets == windows.buckets_to_compile == retake.buckets
     assert [stage.window.number for stage in windows.stages] == [*range(1, 10)]
     assert {stage.name for stage in windows.stages} == {"stage_1"}  # none of them is a second stage

@@ -29,10 +29,7 @@ OFF, FULL = StreamGuidance(), StreamGuidance(3.0, 1.0, (1,), 3.0, 0.7)
 VIDEO_AND_AUDIO = {
     "the defaults": (FULL, replace(FULL, cfg_scale=7.0)),
     "no rescale": (replace(FULL, rescale_scale=0.0), replace(FULL, rescale_scale=0.0, modality_scale=1.5)),
-    "full rescale, unlike scales": (
-        replace(FULL, rescale_scale=1.0),
-        replace(FULL, stg_scale=-0.5, rescale_scale=0.25),
-    ),
+    "unlike scales": (replace(FULL, rescale_scale=1.0), replace(FULL, stg_scale=-0.5, rescale_scale=0.25)),
     "cfg of audio alone": (OFF, replace(OFF, cfg_scale=4.0)),
     "stg of video alone": (replace(OFF, stg_scale=2.0, stg_blocks=(0,)), OFF),
     "nothing": (OFF, OFF),
@@ -42,11 +39,9 @@ VIDEO_AND_AUDIO = {
 @cache
 def state():
     """A stage's state with a first frame and a keyframe (appended tokens), both held in part."""
-    images = [
-        (ImageCondition("", frame, strength), randn(1, 128, 1, *SHAPE[1:], seed=20 + frame))
-        for frame, strength in ((0, 0.7), (8, 0.4))
-    ]
-    return video_state(torch.zeros(1, 128, *SHAPE), 24.0, images)
+    images = ImageCondition("", 0, 0.7), ImageCondition("", 8, 0.4)
+    given = [(image, randn(1, 128, 1, *SHAPE[1:], seed=seed)) for seed, image in enumerate(images, 20)]
+    return video_state(torch.zeros(1, 128, *SHAPE), 24.0, given)
 
 
 @cache
@@ -63,8 +58,8 @@ def predictions() -> dict[str, torch.Tensor]:
     return tensors
 
 
-def guide(video, audio, **changed) -> dict[str, torch.Tensor]:
-    """What our graph returns at STEP. changed: predictions or latents by name."""
+def guide(video, audio) -> dict[str, torch.Tensor]:
+    """What our graph returns at STEP."""
     values = {
         "step_numbers": torch.arange(GUIDED_MAX_STEPS, dtype=torch.int32),
         "sigmas": sigma_pairs(ltx2_schedule(STEPS), GUIDED_MAX_STEPS)[:, None].expand(-1, 2, 2),
@@ -73,16 +68,7 @@ def guide(video, audio, **changed) -> dict[str, torch.Tensor]:
         "denoise_mask": state().denoise_mask,
         "clean_latent": state().clean_latent,
     }
-    return Guide()(predictions() | changed | step_number(STEP) | values)
-
-
-@pytest.mark.parametrize(("stream", "value"), [("video", "nan"), ("audio", "-inf")])
-def test_one_broken_latent_of_a_guided_step_shows_in_one_number(stream, value):
-    assert guide(OFF, OFF)["finite"].isfinite().all()
-    broken = predictions()[f"cond_{stream}"].clone()
-    broken[0, -1, 5] = float(value)
-    (number,) = guide(OFF, OFF, **{f"cond_{stream}": broken})["finite"]
-    assert not number.isfinite()
+    return Guide()(predictions() | step_number(STEP) | values)
 
 
 def guider(stream: StreamGuidance):
@@ -92,24 +78,20 @@ def guider(stream: StreamGuidance):
     return MultiModalGuider(MultiModalGuiderParams(**vars(stream)))
 
 
-def ltx_next(stream: str, guided: torch.Tensor) -> torch.Tensor:
-    """The next latent, by ltx-core's blend and Euler step."""
+@pytest.mark.parametrize("name", VIDEO_AND_AUDIO)
+def test_the_guided_prediction_and_the_next_latents_are_ltx_cores(name):
     from ltx_core.components.diffusion_steps import EulerDiffusionStep
     from ltx_pipelines.utils.helpers import post_process_latent
 
-    if stream == "video":
-        guided = post_process_latent(guided, state().denoise_mask, state().clean_latent)
-    sigmas = torch.tensor(ltx2_schedule(STEPS))
-    return EulerDiffusionStep().step(predictions()[f"{stream}_latent"], guided, sigmas, STEP)
-
-
-@pytest.mark.parametrize("name", VIDEO_AND_AUDIO)
-def test_the_guided_prediction_and_the_next_latents_are_ltx_cores(name):
-    ours = guide(*VIDEO_AND_AUDIO[name])
+    ours, sigmas = guide(*VIDEO_AND_AUDIO[name]), torch.tensor(ltx2_schedule(STEPS))
+    assert ours["finite"].isfinite().all()
     for stream, parameters in zip(STREAMS, VIDEO_AND_AUDIO[name], strict=True):
         theirs = guider(parameters).calculate(*(predictions()[f"{name}_{stream}"] for name in PASSES))
         assert rel(ours[f"guided_{stream}"], theirs) < EXACT
-        assert rel(ours[f"{stream}_latent"], ltx_next(stream, theirs)) < EXACT
+        if stream == "video":
+            theirs = post_process_latent(theirs, state().denoise_mask, state().clean_latent)
+        after = EulerDiffusionStep().step(predictions()[f"{stream}_latent"], theirs, sigmas, STEP)
+        assert rel(ours[f"{stream}_latent"], after) < EXACT
 
 
 def stg(blocks, scale=1.0) -> StreamGuidance:

@@ -67,9 +67,7 @@ def test_both_distilled_stages_of_a_release_use_its_sampler():
         assert "sampler" not in made.to_line() or made.to_line()["sampler"] == "euler"
     # Stage 2 draws its noise from a seed of its own.
     assert [stage.noise for stage in job().stages] == [(10_000, 1.0), (20_000, 1.0)]
-
-
-def test_other_inputs_than_images_are_sampled_without_noise_as_upstream_does():
+    # Other inputs than images are sampled without noise, as upstream does.
     retake = {"retake": Retake("film.mp4", 0.0, 0.3), "size": Size(128, 192, 17)}
     voice = {"reference_sound": ReferenceAudio("voice.wav", 8)}
     for inputs in ({"sound": SOUND}, {"references": (CLIP,)}, voice, retake):
@@ -78,19 +76,19 @@ def test_other_inputs_than_images_are_sampled_without_noise_as_upstream_does():
 
 
 # What a job of the dev recipe has -> whether stage 2 keeps the sound of stage 1, and the stage whose sound is decoded
-SOUNDS = [
-    ({}, True, 1),
-    ({"compat": EARLIER}, False, 1),
-    ({"compat": "ltx-core-1.0.0"}, False, 2),
-    ({"recipe": "distilled"}, False, 2),
-    ({"sampler": "res_2s"}, False, 1),
-    ({"images_as_guides": True}, False, 2),
-    ({"references": (CLIP,)}, False, 1),
-    ({"sound": SOUND, "compat": EARLIER}, True, 1),
-]
-
-
-@pytest.mark.parametrize(("changes", "frozen", "decoded"), SOUNDS)
+@pytest.mark.parametrize(
+    ("changes", "frozen", "decoded"),
+    [
+        ({}, True, 1),
+        ({"compat": EARLIER}, False, 1),
+        ({"compat": "ltx-core-1.0.0"}, False, 2),
+        ({"recipe": "distilled"}, False, 2),
+        ({"sampler": "res_2s"}, False, 1),
+        ({"images_as_guides": True}, False, 2),
+        ({"references": (CLIP,)}, False, 1),
+        ({"sound": SOUND, "compat": EARLIER}, True, 1),
+    ],
+)
 def test_stage_2_of_the_guided_recipe_keeps_the_sound_of_stage_1_which_is_decoded(changes, frozen, decoded):
     made = replace(job(None, recipe="dev"), **changes)
     assert made.freezes_sound(True) is frozen and made.freezes_sound(False) is bool(made.sound)
@@ -120,12 +118,9 @@ def test_graphs_take_the_keyframes_mask_if_the_model_has_one_and_noise_if_ancest
     assert inputs_of(CONFIG, Bucket(0, 8, 1, 8)) == inputs_of(other, Bucket(0, 8, 1, 8))
 
 
-def test_generated_keyframes_lie_between_the_first_and_the_last_frame():
-    wanted = {(0, 17): (), (1, 17): (8,), (2, 17): (5, 11), (3, 121): (30, 60, 90), (3, 5): (1, 2, 3)}
-    assert {each: between_keyframes(*each) for each in wanted} == wanted
-
-
 def test_keyframes_are_generated_beside_references_and_a_mask_behind_them_but_not_in_stage_2_of_1_2_0():
+    wanted = {(0, 17): (), (1, 17): (8,), (2, 17): (5, 11), (3, 121): (30, 60, 90), (3, 5): (1, 2, 3)}
+    assert {each: between_keyframes(*each) for each in wanted} == wanted  # the frames where they are
     plain = job(None, num_generated_keyframes=2)
     tokens = [[x.bucket(stage).video_tokens for stage in x.stages] for x in (plain, replace(plain, compat=EARLIER))]
     assert tokens == [[(3 + 2) * 6, (3 + 2) * 24], [(3 + 2) * 6, 3 * 24]]

@@ -101,14 +101,10 @@ REFUSALS = r"""
 # values of several words
 --auto-duration 2 1 -> --auto-duration 2 1: wanted MIN_SECONDS MAX_SECONDS, the smaller number first
 --image image.png 0 1.5 -> --image image.png: strength '1.5', wanted at most 1; type --image PATH [FRAME_IDX [STRENGTH
---image image.png --image b.png 0 nan -> --image b.png: strength 'nan', wanted a finite number; type --image PATH
---image image.png 0 1 52 -> --image image.png: crf '52', wanted at most 51; type --image PATH
 --image image.png 0 1 33 5 -> --image image.png: got '5', unexpected
 --lora a --lora b nan -> --lora b: strength 'nan', wanted a finite number; type --lora PATH [STRENGTH]
 --ic-lora ic much -> ic: strength 'much', wanted a valid number; type --ic-lora PATH [STRENGTH]
 --ic-lora lora --video-conditioning film.mp4 -> --video-conditioning film.mp4: got ['film.mp4'], field required; type
---ic-lora lora --video-conditioning film.mp4 -1 -> --video-conditioning film.mp4: strength '-1', wanted at least 0
---conditioning-attention-mask film.mp4 1.5 -> --conditioning-attention-mask film.mp4: strength '1.5', wanted at most 1
 # what every job needs
 --prompt '' -> --prompt is empty; type for example --prompt 'a golden retriever runs across a meadow'
 --prompt 'caf\udce9' -> --prompt is not UTF-8 text; type it again in a UTF-8 terminal or file
@@ -127,20 +123,14 @@ REFUSALS = r"""
 --num-frames 9 --auto-duration 1 2 -> --num-frames cannot be combined with --auto-duration; leave one of them out
 --video-path film.mp4 0 0.2 --height 64 --two-stage -> --height --two-stage cannot be combined with --video-path
 --recipe dev --distilled-lora-strength-stage-1 0.3 -> --distilled-lora-strength-stage-1 needs --distilled-lora PATH
---video-cfg-guidance-scale 3 --audio-skip-step 1 -> \
-    the distilled recipe takes no --video-cfg-guidance-scale, --audio-skip-step
---recipe dev --audio-path sound.wav --audio-skip-step 1 --v2a-guidance-scale 2 -> \
-    --v2a-guidance-scale, --audio-skip-step cannot
+--video-cfg-guidance-scale 3 --audio-skip-step 1 -> recipe takes no --video-cfg-guidance-scale, --audio-skip-step
+--recipe dev --audio-path sound.wav --audio-skip-step 1 --v2a-guidance-scale 2 -> --v2a-guidance-scale, --audio-skip
 --video-path film.mp4 --extend 1 --end-time 3 -> --end-time cannot be combined with --extend, which keeps the whole
 --video-path film.mp4 0.5 -> --video-path needs --end-time: type the seconds to regenerate, for example --start-time
 --reference-audio voice.wav --reference-video film.mp4 -> --reference-audio does not go with --reference-video
 --upscale spatial --two-stage -> --upscale is for one-stage runs; --two-stage upsamples between its stages already
---reference-audio voice.wav --audio-path sound.wav -> --reference-audio does not go with --audio-path
---nag-tau 5 -> --nag-tau goes with --nag-scale, got no --nag-scale; type --nag-scale as well, or leave out --nag-tau
---two-stage --images-as-guides -> goes with --two-stage --recipe dev, got no --recipe dev; type --recipe dev as well
 --negative-prompt grey -> --negative-prompt with the distilled recipe needs --nag-scale; type --nag-scale 11 as well
 --reference-audio voice.wav --ic-lora lora --identity-guidance-scale 2 -> is of the dev recipe, as the other
---reference-audio voice.wav -> --reference-audio goes with --ic-lora, got no --ic-lora; type --ic-lora PATH as well
 # combinations that depend on values
 --ic-lora lora --video-conditioning film.mp4 1 --conditioning-attention-mask film.mp4 1 \
     --conditioning-attention-mask film.mp4 1 -> got 2 times --conditioning-attention-mask, wanted one mask
@@ -172,8 +162,7 @@ REFUSALS = r"""
 --video-path film.mp4 --extend 0 -> --extend 0: wanted seconds of a frame or more and at most 3600, as in
 --video-path film.mp4 --extend 1e9 -> --extend 1e+09: wanted seconds of a frame or more and at most 3600
 --video-path image.png --extend 1 -> --extend needs a video of 9 frames or more, and --video-path has 1; pass
---video-path film.mp4 --extend 1 --num-frames 17 -> \
-    25 to 49 frames here: 3 latents | 26 known and 24 new | Type --num-frames 49
+--video-path film.mp4 --extend 1 --num-frames 17 -> 25 to 49 frames | 26 known and 24 new | Type --num-frames 49
 --video-path film.mp4 --extend 1 --num-frames 45 -> --num-frames 45 is not of the form 8k+1; nearest valid: 41 or 49
 --video-path odd.mp4 --extend 1 -> has 26 frames of 48x64; wanted sides that are multiples of 32. | ffmpeg | crop=64:32
 --video-path sound.wav --extend 1 -> sound.wav has no video: pass a video file with --video-path
@@ -297,21 +286,17 @@ def test_a_job_is_refused_with_what_to_type(way, typed, message, folder, monkeyp
         assert (with_field_names(part) if way is by_request else part) in printed
 
 
-TYPES = {
-    "--height: got '64', wanted a valid integer": dict(height="64"),
-    "--num-frames: got True, wanted text or a number": dict(num_frames=True),
-    "--image: got [['a.png']], wanted a valid tuple": dict(image="a.png"),
-    "strength '1', wanted a valid number": dict(image=(ImageCondition(FILE, strength="1"),)),
-    "--sampler: got 'heun', wanted 'euler', 'res_2s' or 'gradient_estimation'": dict(sampler="heun"),
-    "--height: got [0, 1, 2, 3, 4, 5, ...], wanted a valid integer": dict(height=[*range(10_000)]),
-}
-
-
-@pytest.mark.parametrize("message", TYPES)
-def test_a_value_of_another_type_is_refused_in_python(message):
-    with pytest.raises(UserError) as error:
-        Job.validated({"prompt": "rain"} | TYPES[message], strict=True)
-    assert message in str(error.value)
+def test_a_value_of_another_type_is_refused_in_python():
+    for message, fields in {
+        "--height: got '64', wanted a valid integer": dict(height="64"),
+        "--num-frames: got True, wanted text or a number": dict(num_frames=True),
+        "--image: got [['a.png']], wanted a valid tuple": dict(image="a.png"),
+        "strength '1', wanted a valid number": dict(image=(ImageCondition(FILE, strength="1"),)),
+        "--sampler: got 'heun', wanted 'euler', 'res_2s' or 'gradient_estimation'": dict(sampler="heun"),
+        "--height: got [0, 1, 2, 3, 4, 5, ...], wanted a valid integer": dict(height=[*range(10_000)]),
+    }.items():
+        with pytest.raises(UserError, match=re.escape(message)):
+            Job.validated({"prompt": "rain"} | fields, strict=True)
 
 
 @pytest.mark.parametrize("rate", [0.5, 1001, float("nan")])

@@ -147,23 +147,17 @@ def test_ranks_that_differ_and_predictions_that_are_not_finite_are_errors():
 HQ = make_job("a", Size(128, 192, 17, 24.0, two_stage=True), recipe="dev", sampler="res_2s")
 
 
-@pytest.mark.parametrize("shape", [(3, 2, 3), (16, 17, 30)])
-def test_the_schedule_of_hq_follows_the_tokens_of_stage_1_as_ltx_cores_does(shape):
+def test_hq_has_the_schedule_and_defaults_of_ltx_core_and_the_graphs_of_the_dev_recipe():
     from ltx_core.components.schedulers import LTX2Scheduler
-
-    frames, rows, columns = shape
-    hq = replace(HQ, size=Size(64 * rows, 64 * columns, 8 * frames - 7, two_stage=True))
-    first, second = hq.stages
-    wanted = LTX2Scheduler().execute(15, latent=torch.empty(1, 128, *shape))
-    assert torch.equal(torch.tensor(first.sigmas), wanted)
-    assert second.sigmas == STAGE_2_SIGMAS and first.sampler == second.sampler == "res_2s"
-    euler = replace(hq, sampler="euler", num_inference_steps=15)
-    assert (torch.tensor(euler.stages[0].sigmas) - wanted).abs().max() > SHOWS
-
-
-def test_hq_has_the_defaults_of_ltx_pipelines_and_the_graphs_of_the_dev_recipe():
     from ltx_pipelines.utils.constants import LTX_2_3_HQ_PARAMS
 
+    for size, latent in ((HQ.size, (3, 2, 3)), (Size(1088, 1920, 121, two_stage=True), (16, 17, 30))):
+        first, second = replace(HQ, size=size).stages
+        wanted = LTX2Scheduler().execute(15, latent=torch.empty(1, 128, *latent))  # by the tokens of stage 1
+        assert torch.equal(torch.tensor(first.sigmas), wanted)
+        assert second.sigmas == STAGE_2_SIGMAS and first.sampler == second.sampler == "res_2s"
+        euler = replace(HQ, size=size, sampler="euler", num_inference_steps=15)
+        assert (torch.tensor(euler.stages[0].sigmas) - wanted).abs().max() > SHOWS
     assert HQ.steps == LTX_2_3_HQ_PARAMS.num_inference_steps
     for stream in STREAMS:
         wanted = dataclasses.asdict(getattr(LTX_2_3_HQ_PARAMS, f"{stream}_guider_params"))

@@ -6,8 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import made_config, one_thread, save_weights  # noqa: F401
-from steps import AUDIO_TOKENS, SHAPE
-from tiny.config import TinySizes
 
 from ltx_neuron.backends.torchdist.rank import Rank
 from ltx_neuron.batch import Line
@@ -24,19 +22,15 @@ from ltx_neuron.service.fields import read_request
 from ltx_neuron.service.sizes import _records
 from ltx_neuron.weights import sharding
 
-STEPS = 3
-ALONE = Bucket(0, AUDIO_TOKENS, 1, STEPS, guided=True)
-JOINT = Bucket(SHAPE[0] * SHAPE[1] * SHAPE[2], AUDIO_TOKENS, 1, STEPS, guided=True)
-
 
 def test_its_graphs_use_the_weights_of_the_audio_and_no_field_of_the_video():
-    _, config = made_config(TinySizes(layers=2))
-    alone, joint = (dit_program(config, bucket, 1, SingleRank(), torch.float32, 0) for bucket in (ALONE, JOINT))
+    buckets = [Bucket(video_tokens, audio_tokens=18, timesteps=1, max_steps=3, guided=True) for video_tokens in (0, 18)]
+    alone, joint = (dit_program(made_config()[1], bucket, 1, SingleRank(), torch.float32, 0) for bucket in buckets)
     names = {name for name in joint.weights() if sharding.ALONE[0].fullmatch(name)}
     assert names == alone.weights().keys() and names and not any("video" in name for name in names)
     assert {field for graph in alone.graphs.values() for field in graph.inputs} <= alone.fields.keys()
     assert not any("video" in field or "cross" in field for field in alone.fields)
-    assert ALONE.name == f"a{AUDIO_TOKENS}-t1-s{STEPS}-guided" and not may_divide(ALONE, 4)
+    assert buckets[0].name == "a18-t1-s3-guided" and not may_divide(buckets[0], 4)
 
 
 def test_ranks_load_a_part_of_the_weights_and_later_the_rest_once(tmp_path):
@@ -59,7 +53,7 @@ def test_ranks_load_a_part_of_the_weights_and_later_the_rest_once(tmp_path):
     assert all(tensor.sum() == 8 for tensor in replaced.values())
 
 
-def test_any_number_of_frames_gives_the_length_and_the_passes_are_the_sounds():
+def test_a_job_has_no_picture_and_any_number_of_frames_gives_its_length():
     alone = Job(prompt="rain", sound_only=True, recipe="dev", num_frames=30, frame_rate=25.0)
     alone.check()
     (bucket,) = alone.buckets_to_compile
@@ -71,21 +65,16 @@ def test_any_number_of_frames_gives_the_length_and_the_passes_are_the_sounds():
     header, _, _ = table(report).partition("\n\n")
     assert header.startswith("profile cpu, tp 1  num_frames 30, ") and "sound_only True" in header
     assert "seed 10" in header and "None" not in header and "[]" not in header
-
-
-def test_a_line_makes_a_wav_and_does_not_take_the_picture_of_the_command():
+    # A line of a prompts file does not take the picture of the command.
     command = Job(recipe="dev", height=64, width=96, two_stage=True, num_frames=17)
     command = command.replaced(video_stg_blocks=(1,), audio_stg_blocks=(0,))
     alone = command.updated({"prompt": "rain", "sound-only": True})
     alone.check()
     assert alone.size == Size(0, 0, 17) and alone.resolved_guidance.audio.stg_blocks == (0,)
     assert Line(3, alone, "").file == "0003.wav"
-
-
-def test_the_service_makes_videos_only():
-    with pytest.raises(ApiError, match="sound_only is not supported here") as error:
+    # A service refuses it and does not offer its sizes.
+    with pytest.raises(ApiError, match="sound_only is not supported here"):
         read_request({"prompt": "rain", "sound_only": True})
-    assert error.value.code == "feature_not_supported"
     read_request({"prompt": "rain", "sound_only": False})
     record = {"num_frames": 9, "frame_rate": 24.0, "two_stage": False, "recipe": "dev"}
     counts = [len([*_records({"bucket": [record | {"height": side, "width": side}]})]) for side in (64, 0)]

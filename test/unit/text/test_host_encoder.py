@@ -82,11 +82,12 @@ def test_prompts_do_not_see_each_other_or_the_padding(encoder):
 
 # --- Gemma's folder -------------------------------------------------------------------------------
 
-READERS = {"config.json": gemma_config, "model.safetensors": gemma_files}
-READERS |= {"tokenizer_config.json": inputs.load_tokenizer}
 
-
-@pytest.mark.parametrize(("name", "read"), READERS.items())
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [("config.json", gemma_config), ("model.safetensors", gemma_files)]
+    + [("tokenizer_config.json", inputs.load_tokenizer)],
+)
 def test_a_file_or_folder_of_gemma_that_cannot_be_read_is_refused_by_name(tiny, tmp_path, name, read):
     root = shutil.copytree(tiny.gemma_root, tmp_path / "gemma")
     with locked(root):
@@ -114,28 +115,17 @@ class Layer(nn.Module):
         self.input_layernorm.weight = nn.Parameter(torch.empty(WIDTH))
 
 
-@pytest.fixture
-def stored(tmp_path):
-    """A source of three layers in bfloat16, and its tensors by their names in it."""
-    tensors = {}
-    for index in range(LAYERS):
-        tensors[f"layers.{index}.mlp.down_proj.weight"] = randn(WIDTH, WIDTH, seed=index)
-        tensors[f"layers.{index}.input_layernorm.weight"] = randn(WIDTH, seed=index)
-    tensors = {name: tensor.bfloat16() for name, tensor in tensors.items()}
-    path = tmp_path / "model.safetensors"
-    save_file({f"language_model.model.{name}": tensor for name, tensor in tensors.items()}, path)
-    return Source(SHARDED_MODELS["gemma3"], [TensorFile(path, "made here")]), tensors
-
-
-def layers_of(source: Source, dtype: torch.dtype) -> StreamedLayers:
-    with torch.device("meta"):
-        return StreamedLayers([Layer() for _ in range(LAYERS)], "layers.", MappedWeights(source, dtype))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["in bf16", "in fp32"])
-def test_each_layer_has_its_own_weights_when_it_is_its_turn_and_none_afterwards(stored, monkeypatch, dtype):
-    source, tensors = stored
-    layers, announced, prefetch = layers_of(source, dtype), [], source.prefetch
+def test_each_layer_has_its_own_weights_when_it_is_its_turn_and_none_afterwards(tmp_path, monkeypatch, dtype):
+    tensors, path, announced, places = {}, tmp_path / "model.safetensors", [], []
+    for index in range(LAYERS):
+        tensors[f"layers.{index}.mlp.down_proj.weight"] = randn(WIDTH, WIDTH, seed=index).bfloat16()
+        tensors[f"layers.{index}.input_layernorm.weight"] = randn(WIDTH, seed=index).bfloat16()
+    save_file({f"language_model.model.{name}": tensor for name, tensor in tensors.items()}, path)
+    source = Source(SHARDED_MODELS["gemma3"], [TensorFile(path, "made here")])
+    with torch.device("meta"):
+        layers = StreamedLayers([Layer() for _ in range(LAYERS)], "layers.", MappedWeights(source, dtype))
+    prefetch = source.prefetch
     monkeypatch.setattr(source, "prefetch", lambda name: (announced.append(name), prefetch(name)))
     for prompt in range(2):  # a second one finds all as the first one did, and what is mapped needs no announcement
         for index, layer in enumerate(layers):
@@ -143,23 +133,19 @@ def test_each_layer_has_its_own_weights_when_it_is_its_turn_and_none_afterwards(
                 assert torch.equal(value.to(dtype), tensors[f"layers.{index}.{name}"].to(dtype))
             # Vectors are cast, whatever the matrices are.
             assert layer.input_layernorm.weight.dtype == dtype
+            places.append(layer.mlp.down_proj.weight.data_ptr())
             # The system has heard of the next layer before it is its turn.
             last = min(index + 2, LAYERS) if prompt == 0 else LAYERS
             assert {name.split(".")[1] for name in announced} == {str(i) for i in range(1, last)}
         assert all(parameter.is_meta for parameter in layers.parameters())
         assert len(announced) == (LAYERS - 1) * 2
+    # Matrices are the file's own pages, mapped once.
+    assert places[:LAYERS] == places[LAYERS:] and len({*places}) == LAYERS
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    ours = [words[0].split("-") for words in maps if words[-1] == str(path)]
+    assert all(any(int(start, 16) <= place < int(stop, 16) for start, stop in ours) for place in places)
     with pytest.raises(UserError, match="layers.3.mlp.down_proj.weight"):
         MappedWeights(source, dtype).fill(Layer(), f"layers.{LAYERS}.")
-
-
-def test_weights_are_the_files_own_pages_and_mapped_once(stored):
-    source, tensors = stored
-    layers = layers_of(source, torch.bfloat16)  # nothing is cast
-    places = [[value.data_ptr() for layer in layers for value in layer.state_dict().values()] for _ in range(2)]
-    assert places[0] == places[1] and len(set(places[0])) == len(tensors)
-    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
-    ours = [words[0].split("-") for words in maps if words[-1].endswith("/model.safetensors")]
-    assert all(any(int(start, 16) <= place < int(stop, 16) for start, stop in ours) for place in places[0])
 
 
 @pytest.mark.parametrize("rows", [7, 300], ids=["few rows", "many rows"])
