@@ -14,26 +14,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ltx_neuron.config.diffusion import cut, diffusion_decoder_config
 from ltx_neuron.engine.decode import Decoder
-from ltx_neuron.engine.outputs import JobRun
+from ltx_neuron.engine.resume import JobRun
 from ltx_neuron.errors import UserError
 from ltx_neuron.host import diffusion
-from ltx_neuron.host.diffusion import neighbourhoods
+from ltx_neuron.host.diffusion import neighbourhoods, rope_table
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Size
 from ltx_neuron.models import diffusion_decoder
 from ltx_neuron.models.attention import KERNELS
 from ltx_neuron.models.diffusion_decoder import neighbourhood_attention, rotate
 from ltx_neuron.models.programs import diffusion_program
-from ltx_neuron.report.latency import Recorder
+from ltx_neuron.report.recorder import Recorder
 
 FP32 = 2e-6  # relative, after all layers
 SHAPE = (3, 4, 5)
 
 
-def window(position: int, length: int, kernel: int) -> list[int]:
+def window(position: int, length: int, kernel: int) -> range:
     """The neighbours of a position, shifted inward at borders so that their number is constant."""
     first = min(max(position - kernel // 2, 0), length - kernel)
-    return [*range(first, first + kernel)]
+    return range(first, first + kernel)
 
 
 def attended(query: Tensor, key: Tensor, value: Tensor, kernel) -> Tensor:
@@ -41,11 +41,25 @@ def attended(query: Tensor, key: Tensor, value: Tensor, kernel) -> Tensor:
     sizes = query.shape[1:4]
     found = torch.empty_like(query)
     for place in itertools.product(*map(range, sizes)):
-        t, h, w = map(window, place, sizes, kernel)
+        sides = (window(p, n, k) for p, n, k in zip(place, sizes, kernel, strict=True))
+        t, h, w = map(list, sides)
         keys, values = (x[:, t][:, :, h][:, :, :, w].flatten(1, 3) for x in (key, value))
         scores = torch.einsum("nd,nkd->nk", query[:, *place], keys) * query.shape[-1] ** -0.5
         found[:, *place] = torch.einsum("nk,nkd->nd", scores.softmax(-1), values)
     return found.permute(1, 2, 3, 0, 4).flatten(3)
+
+
+def by_spans(query: Tensor, key: Tensor, value: Tensor, kernel, kernel_of: str) -> Tensor:
+    sizes, head_dim = query.shape[1:4], query.shape[-1]
+    config = replace(config_of(), head_dim=head_dim, kernels=(kernel,))
+    times = cut(sizes[0], config.span, kernel[0])
+    found = []
+    for part, near in enumerate(neighbourhoods(config, 0, times, *sizes[1:])):
+        mine = slice(times.starts[part], times.starts[part] + times.size)
+        keys = slice(times.windows[part], times.windows[part] + times.window)
+        given = query[:, mine], key[:, keys], value[:, keys], kernel, near, KERNELS[kernel_of]
+        found.append(neighbourhood_attention(*given))
+    return torch.cat([x[-new:] for x, new in zip(found, times.new, strict=True)])
 
 
 @pytest.mark.parametrize("kernel_of", ["sdpa", "matmul"])
@@ -54,15 +68,9 @@ def attended(query: Tensor, key: Tensor, value: Tensor, kernel) -> Tensor:
     [((9, 10, 13), (3, 7, 5)), ((5, 5, 5), (5, 5, 5)), ((13, 8, 4), (11, 3, 3)), ((4, 11, 7), (1, 11, 1))],
 )
 def test_every_token_attends_to_its_neighbours_and_to_no_others(sizes, kernel, kernel_of):
-    query, key, value = (randn(2, *sizes, 8, seed=seed) for seed in range(3))
-    config, found = replace(config_of(), head_dim=8, kernels=(kernel,)), []
-    times = cut(sizes[0], config.span, kernel[0])
-    for part, near in enumerate(neighbourhoods(config, 0, times, *sizes[1:])):
-        mine = slice(times.starts[part], times.starts[part] + times.size)
-        keys = slice(times.windows[part], times.windows[part] + times.window)
-        given = query[:, mine], key[:, keys], value[:, keys], kernel, near, KERNELS[kernel_of]
-        found.append(neighbourhood_attention(*given)[-times.new[part] :])
-    assert rel(torch.cat(found), attended(query, key, value, kernel)) < FP32
+    given = [randn(2, *sizes, 8, seed=seed) for seed in range(3)]
+    got, wanted = by_spans(*given, kernel, kernel_of), attended(*given, kernel)
+    assert rel(got, wanted) < FP32
 
 
 def test_a_span_s_rotation_is_exact_where_products_of_float32_are_not(monkeypatch):
@@ -93,9 +101,12 @@ def test_frames_equal_ltx_cores(shape):
 
 def test_frames_do_not_depend_on_how_the_clip_is_divided():
     decoder, wanted = spans(), pixels(spans(), SHAPE)
-    for span, tile, at_once in ((3, 3, 1), (7, 8, 3)):
-        decoder.config, decoder.at_once = replace(config_of(), span=span, tile=tile), at_once
+    for span, tile in ((3, 3), (7, 8)):
+        decoder.config = replace(config_of(), span=span, tile=tile)
         assert rel(pixels(decoder, SHAPE), wanted) < FP32
+    together = spans()
+    together.at_once = 3
+    assert rel(pixels(together, SHAPE), wanted) < FP32
 
 
 def test_noise_has_the_bits_of_one_draw():
@@ -126,8 +137,6 @@ def test_memory_and_work_per_frame_do_not_depend_on_the_length(monkeypatch):
     counts = [len(calls) for _ in itertools.islice(chunks, 2)]
     assert counts[0] < 100 and counts[1] - counts[0] < 50
     assert max(kept) <= decoder.config.span * 8 + max(kernel[0] for kernel in decoder.config.kernels)
-    counted = [diffusion.decode_bytes(decoder.config, (frames, 8, 12), torch.float32) for frames in (20, 200)]
-    assert counted[0] == counted[1]
 
 
 def test_a_file_is_decoded_as_its_config_says_and_an_unknown_tensor_is_refused(tmp_path):
@@ -143,8 +152,6 @@ def test_a_file_is_decoded_as_its_config_says_and_an_unknown_tensor_is_refused(t
     write(path, **{"vae.decoder.conv_mid": torch.zeros(8)})
     with pytest.raises(UserError, match="unexpected: vae.decoder.conv_mid"):
         HostModels(path, {"vae": VAE}, torch.float32).check(["video_decoder"])
-    # The names of its tensors show whether it has gates.
-    assert config_of().gated and not config_of(["diff_blocks.0.norm1.weight"]).gated
 
 
 def test_a_job_is_decoded_with_the_noise_of_its_seed():
@@ -182,6 +189,11 @@ def test_another_structure_is_refused_with_the_difference(changes, named):
         diffusion_decoder_config({"vae": VAE | {"decoder": VAE["decoder"] | changes}})
 
 
+def test_the_names_of_a_files_tensors_show_whether_it_has_gates():
+    assert config_of().gated and not config_of(["diff_blocks.0.norm1.weight"]).gated
+    assert config_of().digest != config_of(()).digest
+
+
 def test_flops_are_counted_as_torch_counts_them():
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -191,3 +203,22 @@ def test_flops_are_counted_as_torch_counts_them():
         pixels(decoder, SHAPE)
     counted = diffusion.decode_flops(decoder.config, SHAPE)
     assert counted == pytest.approx(counter.get_total_flops(), rel=0.03)
+
+
+def test_memory_is_the_same_for_every_length_and_grows_with_the_picture():
+    config, needs = config_of(), diffusion.decode_bytes
+    short, long = (needs(config, (f, 8, 12), torch.float32) for f in (20, 200))
+    assert short == long < needs(config, (20, 16, 12), torch.float32)
+    assert needs(config, (20, 8, 12), torch.bfloat16) < short
+
+
+def test_rotated_scores_depend_on_distances_alone():
+    sizes, head_dim = (9, 6, 5), 16
+    tables = [rope_table(n + 3, d) for n, d in zip(sizes, config_of().rope_split, strict=True)]
+    query, key = randn(1, *sizes, head_dim), randn(1, *sizes, head_dim, seed=1)
+    scores = []
+    for shift in (0, 3):
+        moved = [table[:, shift : shift + n] for table, n in zip(tables, sizes, strict=True)]
+        turned = (rotate(x, *moved).flatten(0, 3) for x in (query, key))
+        scores.append(torch.mm(*(x if n == 0 else x.T for n, x in enumerate(turned))))
+    assert rel(*scores) < FP32

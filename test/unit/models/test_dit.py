@@ -15,7 +15,7 @@ from steps import AUDIO_TOKENS, EQUAL, FPS, SHAPE, SHOWS, distance, ltx_loop, lt
 
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.models import attention, dit
-from ltx_neuron.models.modulation import modulation_table
+from ltx_neuron.models.modulation import AV_GATE, modulation_table
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import dit_program
 from ltx_neuron.sampling.conditions import ImageCondition
@@ -65,8 +65,8 @@ def program_of(s: Setting, values, blocks_per_graph=0, kernel="sdpa"):
     return dit_program(s.config, bucket, 1, SingleRank(), torch.float32, blocks_per_graph, kernel)
 
 
-def after_step(s: Setting, values):
-    return run_program(program_of(s, values), s.weights, values)
+def after_step(s: Setting, values, weights=None):
+    return run_program(program_of(s, values), weights or s.weights, values)
 
 
 def our_latents(s: Setting, values, kernel="sdpa"):
@@ -150,6 +150,46 @@ def test_cross_sigma_is_the_audio_video_modulation_of_1_0_0_which_differs_where_
         assert apart < EQUAL if as_now else apart > SHOWS
 
 
+@pytest.mark.parametrize(
+    "taken", [f"{m}_{kind}" for m in STREAMS for kind in ("context", "cos", "sin", "cross_cos", "cross_sin")]
+)
+def test_every_input_of_the_blocks_reaches_the_latents(taken):
+    s = setting()
+    values = first_step(s)
+    before, after = after_step(s, values), after_step(s, values | {taken: values[taken] * 0.5})
+    assert max(rel(after[f"{m}_latent"], before[f"{m}_latent"]) for m in STREAMS) > EQUAL
+
+
+@pytest.mark.parametrize("job", ["text to video", "image held"])
+def test_a_step_of_no_length_leaves_the_latents_and_half_a_step_to_zero_is_half_of_the_way(job):
+    s = setting(job=job)
+    values = step_values(s, (0.7, 0.7, 0.7, 0.0))
+    still, ended = (after_step(s, values | step_number(n)) for n in (0, 2))
+    half = after_step(s, step_values(s, (0.7, 0.35)) | step_number(0))
+    for name in ("video_latent", "audio_latent"):
+        assert rel(still[name], values[name]) < EQUAL
+        assert rel(half[name], (values[name] + ended[name]) / 2) < EQUAL
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+def test_without_its_gate_a_stream_hears_nothing_of_the_other(stream):
+    """The gate's row of the modulation table is zero, and its learned entry too."""
+    s = setting()
+    weights = {name: tensor.clone() for name, tensor in s.weights.items()}
+    for name, tensor in weights.items():
+        if name.endswith(f"scale_shift_table_a2v_ca_{stream}"):
+            tensor[AV_GATE.entry] = 0
+    values = first_step(s)
+    other = f"{OTHER[stream]}_latent"
+    changed = {other: 2 * values[other]}
+    with_gate = [after_step(s, values | more)[f"{stream}_latent"] for more in ({}, changed)]
+    assert rel(*with_gate) > EQUAL
+    values[f"{stream}_modulation"][:, :, AV_GATE.rows] = 0
+    before, after = (after_step(s, values | more, weights) for more in ({}, changed))
+    assert torch.equal(after[f"{stream}_latent"], before[f"{stream}_latent"])
+    assert rel(after[other], before[other]) > SHOWS
+
+
 # A flag of the config, and a part of the names of the weights that it leaves out
 @pytest.mark.parametrize(
     ("flag", "gone"),
@@ -179,6 +219,15 @@ def with_modulation(s: Setting, values, still=(False, False), audio_masks=None):
         table = modulation_table(s.weights, s.config, name, own[name], masks, other_sigmas=other)
         values[f"{name}_modulation"] = table
     return values
+
+
+def test_tokens_held_at_full_strength_leave_a_step_as_they_are_in_the_clean_latent():
+    s = setting(job="image held")
+    values = first_step(s)
+    values["video_latent"][:, :PER_FRAME] = s.held.clean_latent[:, :PER_FRAME]
+    after = after_step(s, values)["video_latent"]
+    assert torch.equal(after[:, :PER_FRAME], s.held.clean_latent[:, :PER_FRAME])
+    assert rel(after[:, PER_FRAME:], values["video_latent"][:, PER_FRAME:]) > SHOWS
 
 
 def test_audio_tokens_that_are_held_are_ltx_cores_and_stay_what_they_are():
@@ -241,6 +290,25 @@ def test_rows_that_no_step_and_no_token_chooses_change_no_bit():
     values["step_numbers"] = torch.arange(4, dtype=torch.int32)
     wider = after_step(s, values)
     assert all(torch.equal(exact[name], wider[name]) for name in LATENTS)
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+def test_tokens_that_move_with_their_positions_and_masks_keep_their_latents(stream):
+    """The order of a stream's tokens is nowhere in the model but in its positions and masks."""
+    values = first_step(s := setting(job="image and keyframe held in part"))
+    before = after_step(s, values)
+    order = torch.randperm(values[f"{stream}_latent"].shape[1], generator=helpers.generator(5))
+    tables = [f"{stream}{cross}_{part}" for cross in ("", "_cross") for part in ("cos", "sin")]
+    moved = values | {name: values[name][:, :, order] for name in tables}
+    moved |= {f"{stream}_latent": values[f"{stream}_latent"][:, order]}
+    if stream == "video":
+        moved |= {name: values[name][order] for name in ("timestep_mask", "denoise_mask")}
+        moved |= {"clean_latent": values["clean_latent"][:, order]}
+    own, other = f"{stream}_latent", f"{OTHER[stream]}_latent"
+    after = after_step(s, moved)
+    assert rel(after[own], before[own][:, order]) < EQUAL and rel(after[other], before[other]) < EQUAL
+    unmoved = after_step(s, moved | {name: values[name] for name in tables})
+    assert rel(unmoved[own], before[own][:, order]) > SHOWS
 
 
 def test_an_ancestral_step_without_noise_is_eulers_and_noise_is_added_to_what_is_not_held():

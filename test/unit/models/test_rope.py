@@ -6,6 +6,8 @@ from functools import partial
 import pytest
 import torch
 from helpers import FP32_ROUNDING, furthest, made_config, randn
+from hypothesis import given
+from hypothesis import strategies as st
 from tiny import TinySizes
 from tiny.gemma import gemma_config as tiny_gemma_config
 
@@ -57,7 +59,7 @@ def test_video_tables_have_the_bits_of_ltx_core_with_every_count_of_padding_entr
     assert (first[padding] != 1).any()
 
 
-def test_tables_of_a_step_and_of_connectors_have_the_bits_of_ltx_core_and_audio_video_attention_those_of_time_alone():
+def test_the_tables_of_a_step_have_the_bits_of_ltx_core_and_audio_video_attention_those_of_time_alone():
     from ltx_core.components.patchifiers import AudioPatchifier
     from ltx_core.types import AudioLatentShape
 
@@ -72,7 +74,10 @@ def test_tables_of_a_step_and_of_connectors_have_the_bits_of_ltx_core_and_audio_
         ("audio_cross", audio, AUDIO_MAX, 16),
     ):
         assert same_bits(Rope.of(tables, name), ltx_tables(bounds, max_pos, width, 4)), name
-    positions = torch.arange(1024, dtype=torch.float32)[None, None]  # whole ones
+
+
+def test_connector_tables_take_whole_positions_with_the_bits_of_ltx_core():
+    positions = torch.arange(1024, dtype=torch.float32)[None, None]
     ours = split_rope(positions, CONNECTOR_MAX, 2048, 32, THETA)
     assert same_bits(ours, ltx_tables(positions, CONNECTOR_MAX, 2048, 32, middles=False))
 
@@ -131,3 +136,31 @@ def test_positions_stay_fp32_where_ltx_core_1_0_0_rounds_them_to_bf16():
     # Where 1.0.0 is wanted all the same, its tables follow from positions rounded as it rounds them.
     on_request = split_rope(video_positions((16, 1, 1), FPS, torch.bfloat16)[:, :1], AUDIO_MAX, 2048, 32, THETA)
     assert same_bits(on_request, theirs)
+
+
+TURNED = randn(1, 4, 1, 24), randn(1, 4, 1, 24, seed=1)  # a query and a key, 4 heads of 24
+POSITION = st.tuples(st.floats(0, 20), st.floats(0, 2048), st.floats(0, 2048))
+
+
+def tables_at(position: tuple[float, float, float]):
+    return split_rope(torch.tensor(position, dtype=torch.float32).view(1, 3, 1), VIDEO_MAX, 96, 4, THETA)
+
+
+@given(position=POSITION)
+def test_a_rotation_keeps_the_length_of_each_head_and_its_reverse_undoes_it(position):
+    tables, (query, _) = tables_at(position), TURNED
+    turned = rotate(query, tables)
+    assert torch.allclose(turned.norm(dim=-1), query.norm(dim=-1), rtol=4 * FP32_ROUNDING)
+    back = rotate(turned, tables._replace(sin=-tables.sin))
+    assert furthest(back, query) < ROTATION
+
+
+@given(query=POSITION, key=POSITION, shift=st.floats(-1, 1))
+def test_a_score_depends_on_the_distance_of_its_tokens_alone(query, key, shift):
+    """Phases reach theta pi / 2 = 16,000, of which fp32 has the last 0.001: the shift keeps them."""
+    moved = [tuple(p + shift * limit / 16 for p, limit in zip(at, VIDEO_MAX, strict=True)) for at in (query, key)]
+    pairs = (query, key), moved
+    scores = [(rotate(TURNED[0], tables_at(a)) * rotate(TURNED[1], tables_at(b))).sum(-1) for a, b in pairs]
+    last_bits = 4 * THETA * torch.pi / 2 * 2 * FP32_ROUNDING  # of four phases
+    products = (TURNED[0].abs() * TURNED[1].abs()).sum(-1)
+    assert ((scores[0] - scores[1]).abs() <= 2 * last_bits * products).all()
