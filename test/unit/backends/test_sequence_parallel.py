@@ -6,22 +6,10 @@ from contextlib import suppress
 from functools import cache
 from typing import NamedTuple
 
+import helpers
 import pytest
 import torch
-from helpers import (  # noqa: F401
-    Held,
-    Together,
-    block_summands,
-    call,
-    fp32_bound,
-    ltx_model,
-    made_config,
-    one_thread,
-    randn,
-    rel,
-    step_inputs,
-    step_number,
-)
+from helpers import Together, block_summands, call, fp32_bound, made_config, one_thread, randn, rel  # noqa: F401
 from tiny import TinySizes
 from tiny.config import released_config
 
@@ -54,7 +42,7 @@ BF16_FACTOR, BF16_FLOOR = 2, 0.005
 def model(marked: bool = False):
     """marked: whether the model has a keyframe embedding."""
     content, _ = made_config(TinySizes(layers=LAYERS))
-    weights = ltx_model(content).state_dict()
+    weights = helpers.ltx_model(content).state_dict()
     _, config = made_config(TinySizes(layers=LAYERS), use_keyframes_abs_pos_embedding=marked)
     return config, weights | {"keyframes_abs_pos_embedding": randn(1, config.video.inner, seed=11)}
 
@@ -78,9 +66,10 @@ def values(bucket: Bucket, shape: tuple[int, int, int]) -> dict[str, torch.Tenso
     mask[:8] = 0 if bucket.timesteps == 2 else 1
     times = torch.tensor([1.0, 0.0])[: bucket.timesteps]
     of_time = torch.cat([mask, 1 - mask], dim=1)[:, : bucket.timesteps]
-    held = Held(mask, randn(1, tokens, 128, seed=9), times, of_time)
-    inputs = step_inputs(config, weights, STAGE_2_SIGMAS, video_positions(shape, 24.0), AUDIO_TOKENS, held)
-    inputs |= step_number(1)
+    held = helpers.Held(mask, randn(1, tokens, 128, seed=9), times, of_time)
+    positions = video_positions(shape, 24.0)
+    inputs = helpers.step_inputs(config, weights, STAGE_2_SIGMAS, positions, AUDIO_TOKENS, held)
+    inputs |= helpers.step_number(1)
     if bucket.biased:
         inputs["video_bias"] = randn(tokens, tokens, seed=10)
     if bucket.ancestral:
