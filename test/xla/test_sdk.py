@@ -1,5 +1,5 @@
-"""What the SDK says before a chip is rented: its simulator runs the kernels that are called, and
-neuronx-cc compiles the DiT's graphs. No device is needed:
+"""What the SDK says before a chip is rented: its simulator runs the kernels that are called, and neuronx-cc compiles
+the DiT's graphs. No device is needed:
 
     python -m pytest test/xla/test_sdk.py
 
@@ -35,8 +35,7 @@ BLOCKS = 2
 
 @pytest.fixture
 def simulate(monkeypatch):
-    """nki.simulate, which runs a kernel with NumPy: of Neuron's own nki, 0.3 (SDK 2.29) or newer.
-    The public index has another package of that name."""
+    """nki.simulate runs a kernel with NumPy: of Neuron's own nki, 0.3 (SDK 2.29) or newer, no other of that name."""
     monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "trn2")
     try:
         module = importlib.import_module("nki")
@@ -76,16 +75,8 @@ def test_neuronx_cc_compiles_the_graphs_of_two_blocks(backend, guided, tmp_path)
         pytest.skip(f"GRAPHS NOT COMPILED ({str(error).splitlines()[0]}); {COMMAND}")
     config = replace(transformer_config(released_config()), num_layers=BLOCKS)
     (bucket,) = make_job("", recipe="dev" if guided else "distilled").buckets
-    make = partial(
-        dit_program,
-        config,
-        bucket,
-        profile.tp,
-        registry.comm(profile, profile.tp),
-        torch.bfloat16,
-        BLOCKS,
-        profile.attention,
-    )
+    comm = registry.comm(profile, profile.tp)
+    make = partial(dit_program, config, bucket, profile.tp, comm, torch.bfloat16, BLOCKS, profile.attention)
     identity = {"model": "dit", "bucket": bucket.name, **registry.identity(profile, "dit")}
     registry.compile_program(make, tmp_path / "graphs", identity, torch.bfloat16, profile, profile.tp)
     # TorchNeuron's graphs are compiled where they run, or here.
