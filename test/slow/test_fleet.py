@@ -5,10 +5,9 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-import urllib.request
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -16,6 +15,7 @@ import pytest
 from conftest import ROOT, SCRIPT_SECONDS, needs, succeeded
 from helpers import wait_for
 from jobs import make_job
+from serving import Service
 
 from ltx_neuron import flags
 from ltx_neuron.artifacts.store import Store
@@ -29,24 +29,18 @@ from ltx_neuron.job import Size
 from ltx_neuron.service.jobs import VIDEO
 from ltx_neuron.service.queue import NewJob, Queue
 
-needs("ray", extras="dev,fleet")
+needs("ray", "openai", extras="dev,fleet,serve")
 
 SIZE = {"height": 128, "width": 128, "num_frames": 9, "two_stage": True}  # and its half, in one
 SMALL = {"height": 64, "width": 64, "num_frames": 9}
 QUIET = {"object_store_memory": 100 * 2**20}
-# That a node is gone is known within seconds. Ray's own dashboard is not needed.
-HEALTH = {
-    "include_dashboard": False,
-    "_system_config": {
-        "health_check_initial_delay_ms": 0,
-        "health_check_period_ms": 1000,
-        "health_check_failure_threshold": 4,
-        "health_check_timeout_ms": 4000,
-        "memory_monitor_refresh_ms": 0,  # else Ray ends replicas where other programs fill the memory
-        "worker_niceness": 0,  # else other tests get nearly all of the machine
-    },
+# That a node is gone is known within seconds.
+HEALTH = {f"health_check_{name}_ms": ms for name, ms in (("initial_delay", 0), ("period", 1000), ("timeout", 4000))}
+HEALTH |= {
+    "health_check_failure_threshold": 4,
+    "memory_monitor_refresh_ms": 0,  # else Ray ends replicas where other programs fill the memory
+    "worker_niceness": 0,  # else other tests get nearly all of the machine
 }
-STATE = state_path(Path(VIDEO)).name  # what the queue's folder of a job has of a run that goes on
 LINES = [
     {"prompt": "waves crash on the shore", **SIZE},
     {"prompt": "birds sing", **SMALL},
@@ -70,10 +64,8 @@ def prompts(tiny, tmp_path_factory) -> Path:
 
 
 def words_of(setup, **more) -> list[str]:
-    upsampler = setup.assets.spatial_upsampler
-    words = setup.words(neuron_gemma=True, spatial_upsampler_path=upsampler, **more)
-    folder = more.get("artifacts_dir")
-    return [*words, "--artifacts-dir", str(folder)] if folder else words
+    words = setup.words(neuron_gemma=True, spatial_upsampler_path=setup.assets.spatial_upsampler, **more)
+    return [*words, *(("--artifacts-dir", str(more["artifacts_dir"])) if "artifacts_dir" in more else ())]
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +82,8 @@ def cluster():
     """A head that computes nothing; tests add nodes."""
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(True, head_node_args={"num_cpus": 0, **HEALTH, **QUIET})
+    head = {"num_cpus": 0, "include_dashboard": False, "_system_config": HEALTH, **QUIET}
+    cluster = Cluster(True, head_node_args=head)
     yield cluster
     cluster.shutdown()
 
@@ -158,12 +151,12 @@ def test_without_a_cluster_or_room_the_command_to_type_is_named(cluster, setup, 
 class Scene:
     """A pool on a queue of its own, and what happens to it: a generator that is asked again until it is done."""
 
-    def __init__(self, folder, setup, cluster, flags: dict, **more):
+    def __init__(self, folder, setup, cluster, flags, capability_jobs=(), **more):
         from ltx_neuron.fleet.pool import Pool
 
-        args = generate.arguments(words_of(setup, ray=cluster.address, prompt="-", **flags))
+        args = generate.arguments(words_of(setup, ray=cluster.address, prompt="-", **dict(flags)))
         self.queue = Queue(folder / "queue.sqlite", folder / "jobs")
-        self.pool = Pool(self.queue, args, more.pop("capability_jobs", []), **more)
+        self.pool = Pool(self.queue, args, [*capability_jobs], **more)
 
     def submit(self, line: dict) -> str:
         id = self.queue.new_id()
@@ -189,7 +182,7 @@ class Scene:
 
     def denoised(self, id: str) -> bool:
         """Whether a running job's latents are kept, all or those of its first stage."""
-        return (self.queue.folder_of(id) / STATE).is_file()
+        return state_path(self.queue.folder_of(id) / VIDEO).is_file()
 
     def process(self, id: str) -> psutil.Process:
         return psutil.Process(self.queue.workers()[self.get(id).worker]["pid"])
@@ -206,11 +199,11 @@ def until(happened):
 @pytest.fixture
 def scene(cluster, setup, tmp_path, monkeypatch):
     monkeypatch.setattr("ltx_neuron.fleet.pool._LOOK_SECONDS", 0.05)
-    return lambda flags=(), **more: Scene(tmp_path, setup, cluster, dict(flags), **more)
+    return partial(Scene, tmp_path, setup, cluster)
 
 
 def test_a_killed_replica_and_a_lost_node_leave_their_jobs_to_others(cluster, node, scene, wanted, capfd):
-    first, scene, processes = node(num_cpus=1), scene(), []
+    first, scene, processes = node(num_cpus=1), scene({}), []
     one, two = scene.submit(LINES[0]), scene.submit(LINES[2])
 
     def happens():
@@ -243,8 +236,7 @@ def test_a_node_without_artifacts_pulls_them_and_a_job_is_cancelled_within_a_ste
     def happens():
         yield from until(lambda: pulls.get(one).status == "in_progress")
         assert pulls.queue.cancel("ada", one)
-        yield from until(lambda: not pulls.queue.folder_of(one).exists())
-        yield from until(lambda: pulls.get(two).status == "completed")
+        yield from until(lambda: not pulls.queue.folder_of(one).exists() and pulls.get(two).status == "completed")
 
     pulls.run(happens())
     assert pulls.video(two) == (wanted / "0002.mp4").read_bytes()
@@ -260,28 +252,18 @@ def test_the_service_outlives_its_pool_and_makes_the_videos_on_the_cluster(clust
     from ltx_neuron.fleet import cluster as rays
 
     node(num_cpus=1)
-    words = words_of(setup, ray=cluster.address, data_dir=tmp_path, port=0)
-    script = [sys.executable, "-m", "ltx_neuron.serve", *words]
-    front = subprocess.Popen(script, stdout=subprocess.PIPE, text=True)
-
-    def ask(path: str, body: dict | None = None) -> dict:
-        data, headers = body and json.dumps(body).encode(), {"Content-Type": "application/json"}
-        with urllib.request.urlopen(urllib.request.Request(url + path, data, headers)) as answer:
-            return json.loads(answer.read())
-
+    service = Service(setup, setup.assets, tmp_path)
+    service.command += ["--ray", cluster.address]
+    service.start()
     try:
-        url = next(line.split()[1] for line in front.stdout if line.startswith("serving: "))
-        threading.Thread(target=front.stdout.read, daemon=True).start()
-        ids = [ask("/videos", {"prompt": "-", "size": "64x64"})["id"] for _ in range(2)]
-        ids += [ask("/videos", LINES[1])["id"]]
-        wait_for(lambda: ask(f"/videos/{ids[0]}")["status"] == "completed")
-        (pool,) = (p for p in psutil.Process(front.pid).children() if "--role" in p.cmdline())
-        pool.kill()
-        wait_for(lambda: ask(f"/videos/{ids[-1]}")["status"] == "completed")
-        assert (tmp_path / "jobs" / ids[-1] / VIDEO).read_bytes() == (wanted / "0002.mp4").read_bytes()
+        videos = service.client().videos
+        ids = [videos.create(prompt=prompt, size="64x64").id for prompt in ("-", "-", LINES[1]["prompt"])]
+        wait_for(lambda: videos.retrieve(ids[0]).status == "completed")
+        service.worker.kill()  # the pool
+        wait_for(lambda: videos.retrieve(ids[-1]).status == "completed")
+        assert videos.download_content(ids[-1]).read() == (wanted / "0002.mp4").read_bytes()
     finally:
-        front.terminate()
-    assert front.wait(SCRIPT_SECONDS) == 143
+        assert service.stop() == 143
     with rays.connected(cluster.address, resolve("cpu", ())):
         wait_for(lambda: ray.available_resources().get("CPU") == 1.0)
 
@@ -298,11 +280,12 @@ def test_a_replica_has_four_cores_of_one_chip_or_gives_them_back(cluster, node):
     def asking(profile, count: int):
         """An actor that says which cores a replica would have in its place."""
 
+        @ray.remote(**rays.Needs("neuron_cores", count).options)
         class Asking:  # a local one: Ray's processes cannot import this file
             def cores(self):
                 return rays.check_cores(profile, 4)
 
-        return ray.remote(Asking).options(**rays.Needs("neuron_cores", count).options).remote()
+        return Asking.remote()
 
     def cores_of(*actors) -> list[list[int]]:
         return sorted(ray.get([actor.cores.remote() for actor in actors]))

@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+from contextlib import closing
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from helpers import randn, rel
 from rank_decoding import CLIP, JOBS, ON_RANKS, SIZE, decoding, opened, prepared, same_threads  # noqa: F401
 
 from ltx_neuron.artifacts import build
-from ltx_neuron.artifacts.workspace import RunOptions, Workspace
+from ltx_neuron.artifacts.workspace import RunOptions
 from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.backends.tiles import RankSound, RankTiles
 from ltx_neuron.commands.generate import generate
@@ -26,27 +28,22 @@ SOUND_OF_NOISE = 1e-5
 
 def test_sound_is_the_hosts_in_float32_whatever_the_dtype(tiny, artifacts):
     """Of one latent, fewer spans than there are ranks; of one more than a span has; of more spans than ranks."""
-    workspace, programs, recorder = opened(tiny, artifacts, 2, "bfloat16", ON_RANKS), {}, Recorder()
-    build.make(workspace, workspace.weight_sets("vae"))
-    build.make(workspace, workspace.decoder_graphs(CLIP))
-    for latents in (lengths := (1, 58, 100)):
-        build.make(workspace, workspace.sound_graphs(latents, SIZE))
-        programs |= workspace.programs(workspace.sound_graphs(latents, SIZE))
-    residency = Residency(workspace, recorder)
+    workspace, recorder, lengths = opened(tiny, artifacts, 2, "bfloat16", ON_RANKS), Recorder(), (1, 58, 100)
+    graphs = [graph for latents in lengths for graph in workspace.sound_graphs(latents, SIZE)]
+    for needs in (workspace.weight_sets("vae"), pictures := workspace.decoder_graphs(CLIP), graphs):
+        build.make(workspace, needs)
     host = HostModels(workspace.checkpoint_path, workspace.checkpoint.config, workspace.dtype)
-    try:
+    with closing(Residency(workspace, recorder)) as residency:
         # As sound's thread does where it comes first: loading is a phase of its own.
         with recorder.phase("decode_audio"):
-            pictures = workspace.programs(workspace.decoder_graphs(CLIP))
-            on_ranks = residency.sound_decoder({"vae": pictures, "sound": programs})
+            programs = {"vae": workspace.programs(pictures), "sound": workspace.programs(graphs)}
+            on_ranks = residency.sound_decoder(programs)
         for latents in lengths:
             latent = randn(1, 8, latents, 16, seed=latents)
             wanted, got = host.decode_audio(latent), host.decode_audio(latent, on_ranks)
             assert got.shape == wanted.shape == (2, (4 * latents - 3) * 480)
             assert 1e-3 < wanted.abs().max() < 1
             assert rel(got, wanted) < SOUND_OF_NOISE, latents
-    finally:
-        residency.close()
     assert len(build.check_bytes(workspace, workspace.weight_sets("vae"))) == 3
 
 
@@ -60,13 +57,6 @@ def test_bfloat16_is_no_further_from_float32_than_ltx_cores_bfloat16(tiny, artif
     exact = torch.cat([*theirs.float().tiled_decode(latent.float(), tiling)], dim=2)
     theirs = torch.cat([*theirs.bfloat16().tiled_decode(latent, tiling)], dim=2).float()
     assert rel(ours, exact) <= rel(theirs, exact)
-
-
-def make(workspace: Workspace, folder, **outputs) -> bytes:
-    """What generate_ltx23.py does for a job, in this process."""
-    video = folder / "fox.mp4"
-    generate(JOBS[0], workspace, RunOptions(neuron_vae=True), OutputPaths(video=video, **outputs))
-    return video.read_bytes()
 
 
 def kill(ranks, parts) -> None:
@@ -92,14 +82,16 @@ BREAKS = [
 ]
 
 
-def test_a_run_that_breaks_off_while_it_decodes_is_decoded_again_to_the_same_bytes(
-    tiny, artifacts, tmp_path, monkeypatch
-):
+def test_a_run_that_breaks_off_while_it_decodes_is_decoded_again_to_the_same_bytes(tiny, artifacts, tmp_path):
     """It ends its ranks, and keeps the latents."""
-    workspace, ranks = prepared(tiny, artifacts, ON_RANKS), []
-    (tmp_path / "other").mkdir()
-    whole = make(workspace, tmp_path / "other")
-    (folder := tmp_path / "broken").mkdir()
+    workspace, ranks, folder = prepared(tiny, artifacts, ON_RANKS), [], tmp_path / "broken"
+    folder.mkdir()
+
+    def make(video, **outputs) -> bytes:
+        generate(JOBS[0], workspace, RunOptions(neuron_vae=True), OutputPaths(video=video, **outputs))
+        return video.read_bytes()
+
+    whole = make(tmp_path / "fox.mp4")
     for act, decoder, method, error, message in BREAKS:
         decode = getattr(decoder, method)
 
@@ -109,13 +101,12 @@ def test_a_run_that_breaks_off_while_it_decodes_is_decoded_again_to_the_same_byt
                 act(on_ranks.ranks, parts)
             return decode(on_ranks, parts)
 
-        with monkeypatch.context() as patch, pytest.raises(error, match=message) as caught:
-            patch.setattr(decoder, method, disturbed)
-            make(workspace, folder, resume=True)
+        with mock.patch.object(decoder, method, disturbed), pytest.raises(error, match=message) as caught:
+            make(folder / "fox.mp4", resume=True)
         assert act is not poison or str(tiny.checkpoint) in str(caught.value)
         log = [] if act is interrupt else [f"fox{LOG_SUFFIX}"]
         assert sorted(path.name for path in folder.iterdir()) == [*log, f"fox{SUFFIX}"]
         assert not any(process.is_alive() for process in ranks[-1]._processes)
-    assert len(ranks) == len(BREAKS) and make(workspace, folder, resume=True) == whole
+    assert len(ranks) == len(BREAKS) and make(folder / "fox.mp4", resume=True) == whole
     phases = json.loads((folder / "fox.json").read_text())["seconds"]
     assert "load_vae" in phases and "load_transformer" not in phases

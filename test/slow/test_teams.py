@@ -1,9 +1,9 @@
-"""Guidance groups of two ranks make the bits of one group, whatever the guidance, and when groups
-die in a pass, in the combination of the passes, or between two steps."""
+"""Guidance groups of two ranks make the bits of one group, also when groups die in a pass, or between two steps."""
 
 import os
 import signal
 import threading
+from functools import partial
 
 import golden_runs
 import pytest
@@ -29,8 +29,7 @@ from ltx_neuron.sampling.conditions import Retake
 runs = golden_runs.runs  # a fixture
 
 TWO, FOUR = ("guidance_parallel=2",), ("guidance_parallel=4",)
-CFG = StreamGuidance(cfg_scale=3.5)
-GUIDED, CFG_ALONE = guided(), guided(**guidance(CFG, CFG))
+GUIDED, CFG_ALONE = guided(), guided(**guidance(*[StreamGuidance(cfg_scale=3.5)] * 2))
 
 
 def latents(engine, job, on_step_end=None) -> dict[str, torch.Tensor]:
@@ -52,8 +51,7 @@ def groups_of(engine) -> list[host.TorchDistRanks]:
 
 
 def kill_in(patch: pytest.MonkeyPatch, group: int, sequence: str, step: int) -> None:
-    """Have the last rank of a group be killed while that sequence runs: it stops before, and dies
-    when the other rank waits for it, or is done."""
+    """Have the last rank of a group stop before that sequence, and die when the other rank waits for it, or is done."""
     run = host.TorchDistRanks.run
 
     def killed(ranks, program, name="main", **numbers):
@@ -66,11 +64,8 @@ def kill_in(patch: pytest.MonkeyPatch, group: int, sequence: str, step: int) -> 
     patch.setattr(host.TorchDistRanks, "run", killed)
 
 
-def test_two_groups_share_the_tiles_of_a_step_and_one_makes_all_when_the_other_dies(
-    tiny, artifacts, media, monkeypatch, capfd
-):
-    job = ic_lora(tiny, media, height=192, skip_stage_2=True)
-    job = replace(job, tile=True, tile_height=64, tile_width=64)
+def test_two_groups_share_tiles_and_one_makes_all_when_the_other_dies(tiny, artifacts, media, monkeypatch, capfd):
+    job = replace(ic_lora(tiny, media, height=192, skip_stage_2=True), tile=True, tile_height=64, tile_width=64)
     alone, two = (opened_workspace(tiny, artifacts, 1, tp=2, settings=how) for how in ((), TWO))
     with opened_engine(alone, tiny) as engine:
         want = latents(engine, job)
@@ -98,17 +93,14 @@ def test_three_of_four_groups_die_one_after_the_other_and_the_clips_are_the_same
     assert_same(latents(four, GUIDED), want)
     groups = groups_of(four)
 
-    def kill_last(at: int):
-        def kill(stage, step):
-            if step == at:
-                groups_of(four)[0]._processes[-1].kill()
-
-        return kill
+    def kill_after(at: int, stage, step: int) -> None:
+        if step == at:
+            groups_of(four)[0]._processes[-1].kill()
 
     with monkeypatch.context() as patch:
         kill_in(patch, 1, "guided@1", 0)
         kill_in(patch, 0, "guided@4", 1)
-        assert_same(latents(four, GUIDED, kill_last(1)), want)
+        assert_same(latents(four, GUIDED, partial(kill_after, 1)), want)
     assert groups_of(four) == [groups[3]]
     lost = four.recorder.report({}, "cpu", 2, {}, {})["guidance_groups"]["lost"]
     assert capfd.readouterr().err.count("guidance group") == len(lost) == 3
@@ -118,7 +110,7 @@ def test_three_of_four_groups_die_one_after_the_other_and_the_clips_are_the_same
         assert f", {since} group" in line
     assert_same(latents(four, GUIDED), want)  # the next clip, on the group that is left
     with pytest.raises(RankError, match="rank 1 of 2 failed: the process was killed"):
-        latents(four, GUIDED, kill_last(0))
+        latents(four, GUIDED, partial(kill_after, 0))
     assert ended([process.pid for group in groups for process in group._processes])
     with pytest.raises(UserError, match="guidance_parallel=2$"):  # more groups than passes
         latents(four, CFG_ALONE)
@@ -158,14 +150,12 @@ TILED = {(): 2, ("guidance_parallel=3",): 6, ("guidance_parallel=2", "context_pa
 
 
 def test_tiles_of_a_clip_are_encoded_and_decoded_on_the_ranks_of_all_groups_as_on_one(tiny, artifacts, monkeypatch):
-    # Upstream's tiles are larger than a test's clips. These are two in time and six in width, so
-    # that no layout has a group without tiles.
+    # Upstream's tiles are larger than a test's clips. Of these, no layout has a group without tiles.
     for axis in ("TIME", "SPACE"):
         monkeypatch.setattr(host_tiles, f"{axis}_TILE", 2)
         monkeypatch.setattr(host_tiles, f"{axis}_OVERLAP", 1)
     job = make_job("", Size(32, 224, 17), retake=Retake("film.mkv", 0, 1))
-    clip, tiles = CLIPS["borders in rows, columns and time"]
-    assert tiles == 8
+    clip, _ = CLIPS["borders in rows, columns and time"]
     latent, pixels, encoded, decoded = randn(1, 128, *clip), randn(1, 3, 17, 32, 224).clip(-1, 1), [], []
     for layout, ranks in TILED.items():
         workspace = opened_for_tiles(tiny, artifacts, 2, "float32", "resident=true", *layout)

@@ -14,13 +14,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import nxd_stubs
 import pytest
 import torch
 from helpers import randn, rel
 from jobs import make_job
-from safetensors.torch import load_file
 from tiny import TinySizes, make_tiny
 from torch import Tensor
 
@@ -34,7 +34,6 @@ from ltx_neuron.engine.run import Engine
 from ltx_neuron.job import Job, Size
 from ltx_neuron.report.latency import Recorder
 from ltx_neuron.text.encoders import Contexts
-from ltx_neuron.weights.rankfiles import rank_file
 
 MISSING = nxd_stubs.missing()
 SKIP = f"THE NXD BACKEND WAS NOT CHECKED: {MISSING}"
@@ -55,11 +54,9 @@ def nxd_source(tmp_path_factory):
     """NxD in this process, with cores that are this host's memory."""
     library = nxd_stubs.install(Path(os.environ[nxd_stubs.SOURCE]), tmp_path_factory.mktemp("packages"))
     logging.getLogger("Neuron").setLevel(logging.ERROR)
-    patch = pytest.MonkeyPatch()
     # The one place that names a device.
-    patch.setattr(runtime, "to_core", lambda tensor, rank: tensor.clone())
-    yield
-    patch.undo()
+    with mock.patch.object(runtime, "to_core", lambda tensor, rank: tensor.clone()):
+        yield
     library._destroy()
 
 
@@ -106,12 +103,7 @@ def generated(workspace, assets):
 
 
 def manifests_of(workspace: Workspace) -> dict[str, Manifest]:
-    stages = [workspace.dit_program_for(SHAPE, stage) for stage in SHAPE.stages]
-    return {bucket.name: manifest for bucket, manifest in stages}
-
-
-def rank_weights(workspace: Workspace) -> list[dict[str, Tensor]]:
-    return [load_file(workspace.dit_weights() / rank_file(rank)) for rank in range(TP)]
+    return workspace.programs(workspace.dit_graphs(SHAPE.buckets))
 
 
 @contextmanager
@@ -123,11 +115,8 @@ def loaded(workspace: Workspace, model: str, graphs: list) -> Iterator[runtime.N
         yield ranks
 
 
-@contextmanager
-def dit_loaded(workspace: Workspace) -> Iterator[runtime.NxdRanks]:
-    with runtime.NxdRanks(workspace.profile, TP) as ranks:
-        ranks.load(workspace.dit_weights(), manifests_of(workspace), torch.float32)
-        yield ranks
+def dit_loaded(workspace: Workspace):
+    return loaded(workspace, "dit", workspace.dit_graphs(SHAPE.buckets))
 
 
 def latents_of(job: Job, workspace: Workspace) -> dict[str, Tensor]:
@@ -148,8 +137,7 @@ def set_contexts(engine: Engine, job: Job) -> None:
 
 def assert_close(tensors: dict[str, Tensor], expected: dict[str, Tensor], names=None, bound: float = FP32) -> None:
     distances = {name: rel(tensors[name], expected[name]) for name in names or expected}
-    print({name: f"{distance:.1e}" for name, distance in distances.items()})
-    assert max(distances.values()) < bound
+    assert max(distances.values()) < bound, distances
 
 
 def inside_nxd():

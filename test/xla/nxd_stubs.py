@@ -76,7 +76,12 @@ def install(source: Path, folder: Path) -> torch.library.Library:
         SPMDModel=spmd_model, LayoutTransformation=object, Runtime=object, Model=object
     )
     torch_neuronx.contexts.disable_nrt_load = nullcontext
-    library = register_operators()
+    # torch.ops.neuron, as far as NxDModel uses it, and the operator that runs a graph.
+    library = torch.library.Library("neuron", "DEF")
+    library.define("_parallel_load(Dict(str, Tensor)[] ranks) -> Dict(str, Tensor)[]")
+    library.define("run_on_xla_cpu(Tensor hlo, str inputs, Tensor[] given, Tensor[] weights, int ranks) -> Tensor[]")
+    library.impl("_parallel_load", lambda ranks: [dict(weights) for weights in ranks], "CompositeImplicitAutograd")
+    library.impl("run_on_xla_cpu", _run, "CompositeImplicitAutograd")
     torch.jit.script(Cores)
     return library
 
@@ -305,18 +310,8 @@ def spmd_model(neff: bytes, metaneff: bytes, local_ranks: int, world_size: int) 
     return Cores(torch.frombuffer(bytearray(neff), dtype=torch.uint8), metaneff.decode(), names, local_ranks)
 
 
-def register_operators() -> torch.library.Library:
-    """torch.ops.neuron, as far as NxDModel uses it, and the operator that runs a graph."""
-    library = torch.library.Library("neuron", "DEF")
-    library.define("_parallel_load(Dict(str, Tensor)[] ranks) -> Dict(str, Tensor)[]")
-    library.define("run_on_xla_cpu(Tensor hlo, str inputs, Tensor[] given, Tensor[] weights, int ranks) -> Tensor[]")
-    library.impl("_parallel_load", lambda ranks: [dict(weights) for weights in ranks], "CompositeImplicitAutograd")
-    library.impl("run_on_xla_cpu", _run, "CompositeImplicitAutograd")
-    return library
-
-
 def _run(hlo: torch.Tensor, inputs: str, given: list[torch.Tensor], weights: list[torch.Tensor], ranks: int) -> list:
-    described, program = json.loads(inputs), _replicated(hlo.numpy().tobytes(), ranks)
+    described, program = json.loads(inputs), Replicated(hlo.numpy().tobytes(), ranks)
     arguments = [
         _arguments(described, iter(_of_rank(given, ranks, rank)), iter(_of_rank(weights, ranks, rank)))
         for rank in range(ranks)
@@ -343,6 +338,7 @@ def _arguments(described: list[dict], given, weights) -> list[torch.Tensor]:
     return [arguments[number] for number in sorted(arguments)]
 
 
+@cache
 class Replicated:
     """One HLO program compiled for n XLA:CPU devices that hold different arguments: SPMD, as the cores of a chip."""
 
@@ -383,11 +379,6 @@ class _Described:
 
     def __init__(self, array: np.ndarray):
         self.shape, self.dtype, self.ndim = array.shape, array.dtype, array.ndim
-
-
-@cache
-def _replicated(hlo: bytes, ranks: int) -> Replicated:
-    return Replicated(hlo, ranks)
 
 
 @cache

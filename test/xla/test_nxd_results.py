@@ -1,6 +1,6 @@
 """Every kind of graph on NxD's ranks gives the results of one rank of the other backend, or of the host, in fp32."""
 
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 
 import nxd_fixtures as nxd
@@ -32,22 +32,22 @@ if nxd.MISSING:
 pytest_plugins = ["nxd_fixtures"]
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("nxd_source")]
 
-SEQUENCE_PARALLEL = "sequence_parallel=true"
+SETTINGS = [(CUT,), (WHOLE, "sequence_parallel=true")]
 
 # --- a job in two stages ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def expected(assets, tmp_path_factory):
-    profile, folder = resolve("cpu"), tmp_path_factory.mktemp("one-rank")
-    one_rank = Workspace(assets.checkpoint, profile, folder, 1, "float32", assets.gemma_root)
+def one_rank(assets, tmp_path_factory) -> Workspace:
+    """Of the other backend."""
+    folder = tmp_path_factory.mktemp("one-rank")
+    return Workspace(assets.checkpoint, resolve("cpu"), folder, 1, "float32", assets.gemma_root)
+
+
+def test_every_context_and_latent_of_a_two_stage_job(generated, one_rank, assets):
     build.make(one_rank, one_rank.weight_sets("dit"))
-    with nxd.two_stages(one_rank, assets) as generated:
-        return generated.tensors
-
-
-def test_every_context_and_latent_of_a_two_stage_job(generated, expected):
-    assert_close(generated.tensors, expected, ("video_context", "audio_context", *LATENTS))
+    with nxd.two_stages(one_rank, assets) as expected:
+        assert_close(generated.tensors, expected.tensors, ("video_context", "audio_context", *LATENTS))
 
 
 # --- jobs of every kind of graph --------------------------------------------------------------------------------------
@@ -84,19 +84,11 @@ def jobs(assets, tmp_path_factory) -> dict[str, Job]:
 
 
 @pytest.fixture(scope="module")
-def on_one_rank(assets, jobs, tmp_path_factory):
-    folder, profile, latents = tmp_path_factory.mktemp("torchdist"), resolve("cpu"), {}
-    one_rank = Workspace(assets.checkpoint, profile, folder, 1, "float32", assets.gemma_root)
-
-    def of(name: str):
-        if name not in latents:
-            latents[name] = nxd.latents_of(jobs[name], one_rank)
-        return latents[name]
-
-    return of
+def on_one_rank(one_rank, jobs):
+    return cache(lambda name: nxd.latents_of(jobs[name], one_rank))
 
 
-@pytest.mark.parametrize("settings", [(CUT,), (WHOLE, SEQUENCE_PARALLEL)], ids=str)
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("name", KINDS)
 def test_a_stage_on_four_ranks(assets, workspace, jobs, on_one_rank, name, settings):
     four_ranks = open_workspace(assets, workspace.artifacts, *settings)
@@ -129,8 +121,7 @@ def test_ranks_of_two_groups_have_equal_latents_and_one_copy_of_the_weights(asse
         assert manifest.cost()["context_collectives"] == 3 * layers + 1
         hidden, parts = ranks.get(program, "video_hidden"), ranks._buffers.tensors["video_hidden"]
         assert hidden.shape[1] == 8
-        for rank, part in enumerate(parts):
-            assert torch.equal(part, hidden[:, 4 * (rank // 4) :][:, :4])
+        assert all(torch.equal(part, hidden[:, 4 * (rank // 4) :][:, :4]) for rank, part in enumerate(parts))
         (weight_set,) = ranks._sets
         for rank, other in zip(weight_set.tensors[:4], weight_set.tensors[4:], strict=True):
             assert all(rank[name] is other[name] for name in weight_set.shapes)
@@ -161,7 +152,7 @@ def ltx25(split, nxd_source, tmp_path_factory):
     return latents
 
 
-@pytest.mark.parametrize("settings", [(CUT,), (WHOLE, SEQUENCE_PARALLEL)], ids=str)
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("recipe", ["distilled", "dev"])
 def test_a_stage_of_ltx_2_5(ltx25, recipe, settings):
     assert_close(ltx25(recipe, settings), ltx25(recipe))
@@ -176,27 +167,23 @@ def test_groups_of_ranks_mark_the_keyframes_of_their_tokens(ltx25, eight_ranks):
 # --- the text encoder and the VAEs: what four ranks give is what the host gives ---------------------------------------
 
 
-def text_encoder(ranks, workspace: Workspace, buckets: tuple[int, ...]) -> RankTextEncoder:
-    weights = workspace.weights("gemma3")
-    return RankTextEncoder(ranks, weights, workspace.gemma, workspace.transformer, buckets, torch.float32)
-
-
-def assert_contexts_are_the_hosts(encoder: RankTextEncoder, workspace: Workspace, ids: list[int]) -> None:
-    (contexts,), (host,) = encoder.encode([ids]), workspace.host_text_encoder().encode([ids])
-    assert max(rel(contexts.video, host.video), rel(contexts.audio, host.audio)) < FP32
+def assert_contexts_are_the_hosts(ranks, workspace: Workspace, buckets: tuple[int, ...], *prompts: list[int]) -> None:
+    how = workspace.weights("gemma3"), workspace.gemma, workspace.transformer, buckets, torch.float32
+    encoder = RankTextEncoder(ranks, *how)
+    for ids in prompts:
+        (contexts,), (host,) = encoder.encode([ids]), workspace.host_text_encoder().encode([ids])
+        assert max(rel(contexts.video, host.video), rel(contexts.audio, host.audio)) < FP32
 
 
 def test_prompts_of_any_length_by_graphs_over_one_copy_of_the_weights(workspace):
-    prompts = [PROMPT, ", ".join(["a long walk on a pebble beach, in the rain"] * 12)]
+    prompts, buckets = [PROMPT, ", ".join(["a long walk on a pebble beach, in the rain"] * 12)], (128, 1024)
     ids = [tokenize(workspace.tokenizer, prompt) for prompt in prompts]
-    assert [bucket_for([each], workspace.profile.text_buckets) for each in ids] == [128, 1024]
-    with nxd.loaded(workspace, "gemma3", workspace.text_graphs((128, 1024))) as ranks:
+    assert [bucket_for([each], workspace.profile.text_buckets) for each in ids] == [*buckets]
+    with nxd.loaded(workspace, "gemma3", workspace.text_graphs(buckets)) as ranks:
         (weight_set,) = ranks._sets
-        models = [model for n in (128, 1024) for model in weight_set.models[f"gemma3-{n}", "gemma3"]]
+        models = [model for n in buckets for model in weight_set.models[f"gemma3-{n}", "gemma3"]]
         assert len({model.weights[3]["module.norm.weight"].data_ptr() for model in models}) == 1
-        encoder = text_encoder(ranks, workspace, (128, 1024))
-        for each in ids:
-            assert_contexts_are_the_hosts(encoder, workspace, each)
+        assert_contexts_are_the_hosts(ranks, workspace, buckets, *ids)
 
 
 def test_gemma_4_with_its_global_head_on_every_rank(split, tmp_path):
@@ -209,8 +196,7 @@ def test_gemma_4_with_its_global_head_on_every_rank(split, tmp_path):
         for layer, copied in ((full, True), (sliding, False)):
             keys = [part[f"layers.{layer}.self_attn.k_proj.weight"] for part in weight_set.tensors]
             assert torch.equal(keys[0], keys[1]) == copied
-        encoder = text_encoder(ranks, workspace, (128,))
-        assert_contexts_are_the_hosts(encoder, workspace, tokenize(workspace.tokenizer, PROMPT))
+        assert_contexts_are_the_hosts(ranks, workspace, (128,), tokenize(workspace.tokenizer, PROMPT))
 
 
 def test_frames_of_vae_tiles(assets, workspace):

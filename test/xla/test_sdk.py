@@ -1,5 +1,5 @@
-"""What the SDK says before a chip is rented: its simulator runs the kernels that are called, and
-neuronx-cc compiles the DiT's graphs. No device is needed:
+"""What the SDK says before a chip is rented: its simulator runs the kernels that are called, and neuronx-cc compiles
+the DiT's graphs. No device is needed:
 
     python -m pytest test/xla/test_sdk.py
 
@@ -34,31 +34,26 @@ BLOCKS = 2
 
 
 @pytest.fixture
-def simulate(monkeypatch):
-    """nki.simulate, which runs a kernel with NumPy: of Neuron's own nki, 0.3 (SDK 2.29) or newer.
-    The public index has another package of that name."""
+def simulated(monkeypatch):
+    """The kernel in NumPy, by Neuron's own nki, 0.3 (SDK 2.29) or newer; the public index has another package nki."""
     monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "trn2")
     try:
         module = importlib.import_module("nki")
         if not getattr(module, "__file__", None):
             raise ImportError("nki is nxd_stubs' module")
-        return module.simulate
-    except (ImportError, AttributeError) as error:
+        return module.simulate(nki.load()[TRN2.lnc])
+    except (ImportError, AttributeError, UserError) as error:
         pytest.skip(f"NKI KERNELS NOT SIMULATED ({error}); {COMMAND}")
 
 
 @pytest.mark.parametrize("keys", [130, 256])  # a tile has 128
 @pytest.mark.parametrize("size", [64, 128])
-def test_the_simulated_kernel_attends_as_the_reference_does(simulate, size, keys):
+def test_the_simulated_kernel_attends_as_the_reference_does(simulated, size, keys):
     query, key, value = (randn(2, keys, size, seed=seed) for seed in range(3))
     scale = size**-0.5
     exact = attention_cte(query, key, value, scale)
     rounded = [tensor.bfloat16() for tensor in (query, key, value)]
-    try:
-        launched = nki.load()[TRN2.lnc]
-    except UserError as error:
-        pytest.skip(f"NKI KERNELS NOT SIMULATED ({error}); {COMMAND}")
-    got = torch.as_tensor(simulate(launched)(**nki.arguments(*rounded, scale))).reshape(exact.shape)
+    got = torch.as_tensor(simulated(**nki.arguments(*rounded, scale))).reshape(exact.shape)
     allowed = FACTOR * rel_l2(attention_cte(*rounded, scale), exact) + FLOOR
     assert rel_l2(got, exact) <= allowed
 
@@ -76,16 +71,8 @@ def test_neuronx_cc_compiles_the_graphs_of_two_blocks(backend, guided, tmp_path)
         pytest.skip(f"GRAPHS NOT COMPILED ({str(error).splitlines()[0]}); {COMMAND}")
     config = replace(transformer_config(released_config()), num_layers=BLOCKS)
     (bucket,) = make_job("", recipe="dev" if guided else "distilled").buckets
-    make = partial(
-        dit_program,
-        config,
-        bucket,
-        profile.tp,
-        registry.comm(profile, profile.tp),
-        torch.bfloat16,
-        BLOCKS,
-        profile.attention,
-    )
+    comm = registry.comm(profile, profile.tp)
+    make = partial(dit_program, config, bucket, profile.tp, comm, torch.bfloat16, BLOCKS, profile.attention)
     identity = {"model": "dit", "bucket": bucket.name, **registry.identity(profile, "dit")}
     registry.compile_program(make, tmp_path / "graphs", identity, torch.bfloat16, profile, profile.tp)
     # TorchNeuron's graphs are compiled where they run, or here.

@@ -8,7 +8,7 @@ import re
 
 import pytest
 import torch
-from graph_faults import FAULTS, program
+from graphs import FAULTS, RANKS, TP, findings_of, program, text_of
 from lint import compare_ranks, hlo, lower
 from lint.cases import dtype_of, programs
 
@@ -18,44 +18,29 @@ from ltx_neuron.config.profiles import PROFILES
 
 REASON = "XLA LOWERING NOT CHECKED: torch_xla is not installed here. test/xla/make_xla_venv.sh makes a venv that has it"
 pytest.importorskip("torch_xla", reason=REASON)
-TP, DTYPE = 4, torch.bfloat16
-RANKS = {"tp": [[*range(TP)]]}
-
-
-def text_of(findings):
-    return "\n".join(f"{finding.operation}: {finding.wrong}" for finding in findings)
-
-
-def findings_of(function):
-    """What lint finds in a function's HLO, traced as the first and as the last rank."""
-    readings = {}
-    for rank in (0, TP - 1):
-        with fake_process_group(TP, rank):
-            readings[rank] = lower.read(program(function), "planted", RANKS, DTYPE, "graph")
-    return readings[0].check()[1] + compare_ranks("graph", {rank: reading.text for rank, reading in readings.items()})
+DTYPE = torch.bfloat16
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found_in_the_hlo(name):
     """Faults of collectives are in test/unit/backends/test_lint.py, in captured HLO."""
-    findings = findings_of(FAULTS[name].function)
+    findings = findings_of(lower, FAULTS[name].function)
     assert re.search(FAULTS[name].hlo, text_of(findings)), text_of(findings)
 
 
 def test_a_value_that_is_the_ranks_own_is_found_though_its_hlo_is_the_same():
     """torch_xla makes a parameter of a tensor that the function makes of Python numbers: the tracing rank's."""
-    findings = findings_of(lambda x, index: x * torch.tensor([1.0 + torch.distributed.get_rank()] * 8).to(x.device))
-    assert "made while tracing: tensor (8,)" in text_of(findings)
-    assert "rank 0 has" in text_of(findings)
+
+    def own(x, index):
+        return x * torch.tensor([1.0 + torch.distributed.get_rank()] * 8).to(x.device)
+
+    text = text_of(findings_of(lower, own))
+    assert "made while tracing: tensor (8,)" in text and "rank 0 has" in text
 
 
-def test_a_function_without_a_fault_has_no_finding():
+def test_a_function_without_a_fault_has_no_finding_and_its_collectives_do_not_come_into_the_next_graph():
     comm = lower.comm(RANKS)
-    assert findings_of(lambda x, index: comm.sum(x * 2 @ x.mT, x.float().square().sum(-1))[0]) == []
-
-
-def test_collectives_of_one_graph_do_not_come_into_the_next():
-    comm = lower.comm(RANKS)
+    assert findings_of(lower, lambda x, index: comm.sum(x * 2 @ x.mT, x.float().square().sum(-1))[0]) == []
     for _ in range(2):
         with fake_process_group(TP):
             reading = lower.read(program(lambda x, index: comm.sum(x)[0]), "planted", RANKS, DTYPE, "graph")
@@ -88,22 +73,19 @@ def test_no_graph_has_a_finding_and_every_rank_traces_the_same(graphs):
     each = 115 + 49 + 36 + 8 + 2 * 11 + 12 + 5 + 15
     assert len(graphs) == 2 * each + 2 * (9 + 11) + (17 + 3)
     assert {name: text_of(findings) for name, (_, findings) in graphs.items() if findings} == {}
+    used = {operation.name for operations, _ in graphs.values() for operation in operations}
+    assert used == hlo.OPERATIONS | hlo.MOST_TENSORS.keys()  # no operation is allowed that none needs
 
 
 def test_the_graphs_have_as_many_collectives_as_the_models_group_sums(graphs):
-    """Three stages of attention, each with one group of statistics and one of outputs, and the feed-forward. At full
-    width the two or three outputs of a group are large, so that each travels alone."""
+    """Three stages of attention, each with one group of statistics and one of outputs, and the feed-forward."""
     counts = {name: sum(o.collective is not None for o in operations) for name, (operations, _) in graphs.items()}
     assert counts["tiny, 1 block: DiT, text to video, cut: blocks"] == 7
     assert counts["tiny, 1 block: DiT, image to video, guided, whole: step"] == 7
     assert counts["tiny, 1 block: Gemma3, 1024 tokens: gemma3"] == 2
     assert counts["tiny, 1 block: connectors: connectors"] == 3
+    # The two or three outputs of a group are large, so that each travels alone.
     assert counts["full, 2 blocks: DiT, text to video, whole: step"] == 2 * 11
     # Five gathers and four scattered sums of the video; the tail gathers the velocity.
     assert counts["full, 2 blocks: DiT, text to video, divided, cut: blocks"] == 2 * 16
     assert counts["full, 2 blocks: DiT, text to video, divided, cut: tail"] == 1
-
-
-def test_every_allowed_operation_is_needed(graphs):
-    used = {operation.name for operations, _ in graphs.values() for operation in operations}
-    assert used == hlo.OPERATIONS | hlo.MOST_TENSORS.keys()

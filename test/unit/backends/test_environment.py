@@ -19,6 +19,15 @@ from ltx_neuron.errors import UserError
 TRN2, LARGE = (resolve(name, ("backend=torchdist",)) for name in ("trn2.3xlarge", "trn2.48xlarge"))
 CPU = PROFILES["cpu"]
 
+
+@pytest.fixture(autouse=True)
+def own_environment():
+    with mock.patch.dict(os.environ):
+        for name in ("NEURON_RT_VISIBLE_CORES", "NEURON_RT_NUM_CORES", "NEURON_RT_ROOT_COMM_ID"):
+            os.environ.pop(name, None)
+        yield
+
+
 # NEURON_RT_VISIBLE_CORES, profile, ranks -> the core of each rank, and the variable of one process that drives all
 # ranks: by core numbers, and None for the whole machine; or what the refusal says.
 CORES = [
@@ -34,14 +43,9 @@ CORES = [
 
 
 @pytest.mark.parametrize(("visible", "profile", "tp", "cores", "launched"), CORES)
-def test_each_rank_of_a_launch_sees_one_core_and_one_process_sees_all(
-    monkeypatch, visible, profile, tp, cores, launched
-):
-    monkeypatch.delenv("NEURON_RT_NUM_CORES", raising=False)
-    monkeypatch.setenv("NEURON_RT_ROOT_COMM_ID", "127.0.0.1:1")  # the user's own
-    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", visible or "")
-    if visible is None:
-        monkeypatch.delenv("NEURON_RT_VISIBLE_CORES")
+def test_each_rank_of_a_launch_sees_one_core_and_one_process_sees_all(visible, profile, tp, cores, launched):
+    os.environ |= {"NEURON_RT_VISIBLE_CORES": visible} if visible else {}
+    os.environ["NEURON_RT_ROOT_COMM_ID"] = "127.0.0.1:1"  # the user's own
     if isinstance(cores, str):
         with pytest.raises(UserError, match=f"(?s)NEURON_RT_VISIBLE_CORES.*{cores}"):
             environment.of_rank(profile, tp, 0, None)
@@ -53,21 +57,15 @@ def test_each_rank_of_a_launch_sees_one_core_and_one_process_sees_all(
     assert all(variables == ranks[0] for variables in ranks)
     environment.set_launch(profile, tp)
     assert os.environ.get("NEURON_RT_VISIBLE_CORES") == launched and "NEURON_RT_NUM_CORES" not in os.environ
+    assert os.environ["NEURON_RT_ROOT_COMM_ID"] == "127.0.0.1:1"
 
 
-def test_a_rank_has_a_core_size_flags_an_address_and_folders_of_what_it_compiles(tmp_path, monkeypatch):
-    for name, value in {
-        "NEURON_RT_VISIBLE_CORES": "4-7",
-        "PATH": "/usr/bin:/bin",
-        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-        # A user may give a slow first run more time, as the message of a run that did not end in time says.
-        "NEURON_RT_EXEC_TIMEOUT": "1800",
-    }.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv("NEURON_RT_ROOT_COMM_ID", raising=False)
-    variables = environment.of_rank(LARGE, 4, 1, tmp_path)
-    assert variables["NEURON_RT_EXEC_TIMEOUT"] == "1800"
-    monkeypatch.delenv("NEURON_RT_EXEC_TIMEOUT")
+def test_a_rank_has_a_core_size_flags_an_address_and_folders_of_what_it_compiles(tmp_path):
+    os.environ |= {"NEURON_RT_VISIBLE_CORES": "4-7", "PATH": "/usr/bin:/bin", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    # A user may give a slow first run more time, as the message of a run that did not end in time says.
+    os.environ["NEURON_RT_EXEC_TIMEOUT"] = "1800"
+    assert environment.of_rank(LARGE, 4, 1, tmp_path)["NEURON_RT_EXEC_TIMEOUT"] == "1800"
+    del os.environ["NEURON_RT_EXEC_TIMEOUT"]
     variables = environment.of_rank(LARGE, 4, 1, tmp_path)
     assert variables.items() >= dict(LARGE.environment).items() and variables["NEURON_RT_EXEC_TIMEOUT"] == "600"
     assert variables["NEURON_LOGICAL_NC_CONFIG"] == "2" and "NEURON_CC_FLAGS" not in variables
@@ -77,9 +75,8 @@ def test_a_rank_has_a_core_size_flags_an_address_and_folders_of_what_it_compiles
     # The compiler is found where the environment was not activated.
     own = str(Path(sys.executable).parent)
     assert variables["PATH"] == f"{own}:/usr/bin:/bin"
-    with mock.patch.dict(os.environ):
-        nxd_compile.set_environment(resolve("trn2.3xlarge"))
-        assert environment.path() == f"{own}:/usr/bin:/bin"  # once
+    nxd_compile.set_environment(resolve("trn2.3xlarge"))
+    assert environment.path() == f"{own}:/usr/bin:/bin"  # once
     # torch reads the variable when it is imported, and in the function that is asked here.
     assert not torch._is_device_backend_autoload_enabled()
     with environment.added(variables):
@@ -106,23 +103,23 @@ def test_each_model_has_compiler_flags_of_its_own_in_the_form_that_torchneuron_t
         # It names the type itself, the same one for every model.
         assert options(words) == options(shlex.split(TRN2.flags(model))) - {"unet-inference"} | {"transformer"}
     assert environment.of_compiler(CPU, "dit") == {}
-    level = replace(TRN2, compiler_flags=(("dit", "-O2"),))
+    level, torn = (replace(TRN2, compiler_flags=(("dit", flags),)) for flags in ("-O2", "--dump='a folder'"))
     assert environment.of_compiler(level, "dit")["NEURON_COMPILER_OPT_LEVEL"] == "-O2"
-    torn = replace(TRN2, compiler_flags=(("dit", "--dump='a folder'"),))
     with pytest.raises(UserError, match="--dump=a folder.* has a space in it"):
         environment.of_compiler(torn, "dit")
 
 
-def test_a_port_that_another_run_holds_is_refused_and_one_just_left_is_not(monkeypatch):
-    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "40-43")
+def test_a_port_that_another_run_holds_is_refused_and_one_just_left_is_not():
+    os.environ["NEURON_RT_VISIBLE_CORES"] = "40-43"
     environment.check_ports(LARGE, 4)
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         other.bind(("127.0.0.1", 61234 + 40))
         other.listen()
         taken = r"(?s)port 61274 is taken: another run holds core 40.*NEURON_RT_VISIBLE_CORES=4-7"
-        with pytest.raises(UserError, match=taken):
-            environment.check_ports(LARGE, 4)
+        for check in (environment.check_ports, environment.set_launch):
+            with pytest.raises(UserError, match=taken):
+                check(LARGE, 4)
         environment.check_ports(CPU, 4)  # needs none
         # For 60 s its connections are in TIME_WAIT, where the side that closed first had it.
         client = socket.create_connection(("127.0.0.1", 61234 + 40))
@@ -131,10 +128,12 @@ def test_a_port_that_another_run_holds_is_refused_and_one_just_left_is_not(monke
         assert client.recv(1) == b""
         client.close()
     environment.check_ports(LARGE, 4)
+    environment.set_launch(LARGE, 4)  # replicas on other cores have communicators of their own
+    assert os.environ["NEURON_RT_ROOT_COMM_ID"] == "127.0.0.1:61274"
 
 
-@pytest.mark.parametrize("tp", [2, 3, 6])
-def test_a_number_of_ranks_that_the_neuron_runtime_refuses_is_refused(tp):
-    with pytest.raises(UserError, match=f"is {tp}: .* 1 or a multiple of 4 .*\nType --tp-degree 4"):
-        LARGE.check_degree(tp)
-    CPU.check_degree(tp)
+def test_a_number_of_ranks_that_the_neuron_runtime_refuses_is_refused():
+    for tp in (2, 6):
+        with pytest.raises(UserError, match=f"is {tp}: .* 1 or a multiple of 4 .*\nType --tp-degree 4"):
+            LARGE.check_degree(tp)
+        CPU.check_degree(tp)

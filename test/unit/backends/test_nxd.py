@@ -2,7 +2,6 @@
 
 import inspect
 import os
-import socket
 import sys
 from collections.abc import Mapping
 from copy import deepcopy
@@ -15,33 +14,25 @@ import torch
 from helpers import save_weights
 from torch import Tensor, nn
 
-from ltx_neuron.backends import export, nki, registry
+from ltx_neuron.backends import nki, registry
 from ltx_neuron.backends.export import TorchDistComm
 from ltx_neuron.backends.nxd import compile as nxd_compile
 from ltx_neuron.backends.nxd import runtime
+from ltx_neuron.backends.nxd.buffers import Buffers, copies_needed
+from ltx_neuron.backends.nxd.runtime import GraphInputs
+from ltx_neuron.backends.ranks import Call
 from ltx_neuron.config.profiles import resolve
 from ltx_neuron.errors import RunError, UserError
-from ltx_neuron.models.parallel import RowLinear
-from ltx_neuron.models.programs import Graph, Program
-from ltx_neuron.models.signatures import Field
+from ltx_neuron.models.programs import Graph
+from ltx_neuron.models.signatures import PASSES, Field
 
 TRN2, NXD, TORCH = "trn2.3xlarge", ("backend=nxd",), ("backend=torchdist",)
-
-
-class Toy(nn.Module):
-    def __init__(self, tp: int):
-        super().__init__()
-        self.comm, self.down = nxd_compile.XlaComm(tp), RowLinear(8, 16, tp, bias=False)
-
-    def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        (y,) = self.comm.sum(self.down.partial(inputs["x"]) * inputs["step"])
-        return {"y": y}
 
 
 class Scale(nn.Module):
     def __init__(self):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
+        self.weight = nn.Parameter(torch.ones(4))
 
     def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {"y": inputs["x"] * self.weight}
@@ -51,42 +42,32 @@ FIELDS = {"step": Field((1,), torch.int32), "x": Field((1, 3, 4), torch.bfloat16
 SCALE = Graph(Scale(), ("step", "x"), ("y",))
 
 
-def toy() -> Graph:
-    with torch.device("meta"):
-        return Graph(Toy(tp=2).to(torch.bfloat16), ("step", "x"), ("y",))
-
-
-def test_what_nxd_traces_has_a_keyword_for_each_input_no_default_and_its_own_weights():
+def test_what_nxd_traces_has_a_keyword_for_each_input_no_default_and_its_own_weights_or_none():
     """ModelBuilder V2 reads the signature: it refuses **tensors, and defaults that are not None. torch_neuronx may copy
     the module; a forward bound to the first one would mix them."""
-    module = nxd_compile.traceable(toy())
+    module = nxd_compile.traceable(SCALE)
     parameters = inspect.signature(module.forward).parameters
     assert [*parameters] == ["step", "x"]
     assert all(p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty for p in parameters.values())
-    assert [name for name, _ in module.named_parameters()] == ["module.down.weight"]
-    first = nxd_compile.traceable(SCALE)
-    second = deepcopy(first)
+    assert [name for name, _ in module.named_parameters()] == ["module.weight"]
+    second = deepcopy(module)
     with torch.no_grad():
         second.module.weight.fill_(3)
-    assert (first(step=None, x=torch.ones(1))[0], second(step=None, x=torch.ones(1))[0]) == (1, 3)
-
-
-def test_a_graph_for_several_groups_of_blocks_takes_its_weights_as_inputs_and_has_none():
-    """Bound to one group's weights, it would have to be loaded once for each."""
+    assert [each(step=None, x=torch.ones(4))[0].mean().item() for each in (module, second)] == [1, 3]
+    # A graph for several groups of blocks has none: bound to one group's, it would have to be loaded once for each.
     module = nxd_compile.traceable(SCALE, cut=True)
     assert [*inspect.signature(module.forward).parameters] == ["step", "x", "weight"]
     assert not [*module.parameters()] and not [*module.buffers()]
     for weight in (3.0, 5.0):
-        (scaled,) = module(step=None, x=torch.ones(2), weight=torch.tensor([weight]))
-        assert scaled.tolist() == [weight] * 2
-    assert SCALE.module.weight.item() == 1
+        (scaled,) = module(step=None, x=torch.ones(4), weight=torch.full((4,), weight))
+        assert scaled.tolist() == [weight] * 4
+    assert SCALE.module.weight.tolist() == [1] * 4
     name = nxd_compile.argument_name("transformer_blocks.0.attn1.to_q.weight")
     assert name == "transformer_blocks__0__attn1__to_q__weight" and name.isidentifier()
 
 
 def test_small_tensors_are_summed_together_and_large_ones_alone(monkeypatch):
-    """torch_xla is stood in for by what its all_reduce does with a list (pytorch/xla, torch_xla/
-    core/xla_model.py): the tensors are replaced in place, as one operation."""
+    """As torch_xla's all_reduce does with a list (core/xla_model.py), in place and as one operation."""
     calls = []
 
     def all_reduce(kind: str, inputs: list[Tensor], groups: list[list[int]]) -> None:
@@ -94,48 +75,22 @@ def test_small_tensors_are_summed_together_and_large_ones_alone(monkeypatch):
         inputs[:] = [tensor * len(groups[0]) for tensor in inputs]
 
     model = SimpleNamespace(REDUCE_SUM="sum", all_reduce=all_reduce)
-    core = SimpleNamespace(xla_model=model)
-    modules = {"": SimpleNamespace(core=core), ".core": core, ".core.xla_model": model}
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, f"torch_xla{name}", module)
+    monkeypatch.setitem(sys.modules, "torch_xla", SimpleNamespace(core=SimpleNamespace(xla_model=model)))
+    monkeypatch.setitem(sys.modules, "torch_xla.core.xla_model", model)
     most = nxd_compile.TOGETHER_BYTES // 4
     tensors = [torch.full((size,), float(size)) for size in (most + 1, 3, most + 2, most)]
-    summed = nxd_compile.XlaComm(4, [[0, 1, 2, 3]]).sum(*tensors)
+    comm, meta = nxd_compile.XlaComm(4, [[0, 1, 2, 3]]), torch.ones(1, device="meta")
+    summed = comm.sum(*tensors)
+    assert comm.sum(meta) == (meta,)  # there may be no groups yet
     assert calls == [[3, most], [most + 1], [most + 2]]
     assert [float(tensor[0]) for tensor in summed] == [4.0 * tensor.numel() for tensor in tensors]
 
 
-def test_replicas_of_one_machine_have_communicators_of_their_own(monkeypatch):
-    """The runtime of replicas on other cores would meet at one address otherwise."""
-    large = resolve("trn2.48xlarge")
-    monkeypatch.setattr(runtime.NxdRanks, "_started", None)
-    with mock.patch.dict(os.environ, {"NEURON_RT_VISIBLE_CORES": "48-51"}), socket.socket() as other:
-        os.environ.pop("NEURON_RT_ROOT_COMM_ID", None)
-        other.bind(("127.0.0.1", 61234 + 48))
-        with pytest.raises(UserError, match="port 61282 is taken: another run holds core 48"):
-            runtime.NxdRanks(large, 4)
-        other.close()
-        runtime.NxdRanks(large, 4).close()
-        assert os.environ["NEURON_RT_ROOT_COMM_ID"] == "127.0.0.1:61282"
-        os.environ["NEURON_RT_ROOT_COMM_ID"] = "10.0.0.1:5000"  # the user's own
-        runtime.NxdRanks(large, 4).close()
-        assert os.environ["NEURON_RT_ROOT_COMM_ID"] == "10.0.0.1:5000"
-
-
-@pytest.mark.parametrize("cut", [False, True])
-def test_example_inputs_are_of_the_fields_different_objects_and_neither_zero_nor_constant(cut):
-    examples = nxd_compile.example_inputs(toy(), FIELDS, cut)
-    weights = {"down__weight": Field((16, 4), torch.bfloat16)} if cut else {}
-    assert {name: Field(tuple(t.shape), t.dtype) for name, t in examples.items()} == FIELDS | weights
-    assert all(t.unique().numel() > 1 for t in examples.values() if t.numel() > 1)
-    assert all(t.all() for t in examples.values())
-
-
-def test_flops_and_peak_bytes_are_counted_on_meta_without_nxd_and_without_ranks():
-    program = Program({"toy": toy().module}, {"main": (("toy", 0),)}, FIELDS, {"y": FIELDS["x"]}, torch.bfloat16)
-    cost, product = export.cost(export.trace(program, "toy", torch.bfloat16)), 3 * 16
-    # bf16: the product, and the product times the step
-    assert (cost["flops"], cost["peak_bytes"]) == (2 * 4 * product, 2 * 2 * product)
+def test_example_inputs_are_of_the_fields_and_neither_zero_nor_constant():
+    for cut, weights in ((False, {}), (True, {"weight": Field((4,), torch.float32)})):
+        examples = nxd_compile.example_inputs(SCALE, FIELDS, cut)
+        assert {name: Field(tuple(t.shape), t.dtype) for name, t in examples.items()} == FIELDS | weights
+        assert all(t.all() and (t.numel() == 1 or t.unique().numel() > 1) for t in examples.values())
 
 
 PAIRS = {"tp": [[0, 1], [2, 3]], "cp": [[0, 2], [1, 3]]}  # two kinds of groups of 4 ranks
@@ -197,26 +152,18 @@ def test_a_graph_whose_collective_is_over_other_ranks_than_those_of_the_layout_i
     assert f"an {opcode} over ranks {over}, wanted one of" in str(error.value)
 
 
-def test_flags_have_the_cores_per_logical_core_of_the_profile_and_kernels_need_nkilib():
-    assert nxd_compile.compiler_flags(resolve(TRN2, NXD), "dit").endswith("--lnc=2")
-    contradicting = resolve(TRN2, (*NXD, "compiler_flags.dit=-O1 --lnc=1"))
+def test_what_contradicts_or_cannot_run_the_graphs_is_refused_and_other_values_of_the_user_stay():
     with pytest.raises(UserError, match="wanted --lnc=2 alone"):
-        nxd_compile.compiler_flags(contradicting, "dit")
+        nxd_compile.compiler_flags(resolve(TRN2, (*NXD, "compiler_flags.dit=-O1 --lnc=1")), "dit")
     with pytest.raises(UserError, match="nkilib cannot be imported.*\n.*attention=matmul"):
         nki.register_for_xla(2)
-
-
-def test_an_environment_that_contradicts_the_graphs_is_refused_and_other_values_of_the_user_stay(monkeypatch):
     profile = replace(resolve(TRN2, NXD), environment=(("LTX_TEST_A", "ours"), ("LTX_TEST_B", "ours")))
-    for name in ("LTX_TEST_A", "NEURON_LOGICAL_NC_CONFIG"):
-        monkeypatch.setenv(name, "theirs")
-    monkeypatch.setenv("LTX_TEST_B", "")  # removed afterwards
-    monkeypatch.delenv("LTX_TEST_B")
-    with pytest.raises(UserError, match="NEURON_LOGICAL_NC_CONFIG is theirs.*compiled for 2.*unset"):
+    with mock.patch.dict(os.environ, {"LTX_TEST_A": "theirs", "NEURON_LOGICAL_NC_CONFIG": "theirs"}):
+        with pytest.raises(UserError, match="NEURON_LOGICAL_NC_CONFIG is theirs.*compiled for 2.*unset"):
+            nxd_compile.set_environment(profile)
+        os.environ["NEURON_LOGICAL_NC_CONFIG"] = "2"
         nxd_compile.set_environment(profile)
-    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "2")
-    nxd_compile.set_environment(profile)
-    assert (os.environ["LTX_TEST_A"], os.environ["LTX_TEST_B"]) == ("theirs", "ours")
+        assert (os.environ["LTX_TEST_A"], os.environ["LTX_TEST_B"]) == ("theirs", "ours")
 
 
 def test_the_profile_chooses_the_backend_and_the_identity_of_a_graph_names_what_compiled_it():
@@ -224,7 +171,8 @@ def test_the_profile_chooses_the_backend_and_the_identity_of_a_graph_names_what_
     assert isinstance(registry.comm(ours, 4), nxd_compile.XlaComm)
     assert isinstance(registry.comm(other, 4), TorchDistComm)
     identity = registry.identity(ours, "dit")
-    assert identity["compiler_flags"] == ours.flags("dit") and {*identity["neuron"]} == {*nxd_compile.PACKAGES}
+    assert identity["compiler_flags"] == ours.flags("dit") and ours.flags("dit").endswith("--lnc=2")
+    assert {*identity["neuron"]} == {*nxd_compile.PACKAGES}
     assert registry.identity(other, "dit") == registry.identity(resolve(TRN2, TORCH), "dit") == {}
     # The compiler's target is that of the profile; Trainium2's graphs have none in their identity.
     assert registry.identity(resolve("trn3", NXD), "dit") == identity | {"target": "trn3"}
@@ -237,3 +185,120 @@ def test_weights_that_replace_others_are_those_of_their_folder_from_then_on(tmp_
     ranks.tp, ranks._sets = 1, [held]
     ranks.replace_weights(other := save_weights(tmp_path / "b", {"w": torch.ones(2)}))
     assert held.folder == other and torch.equal(held.tensors[0]["w"], torch.ones(2))
+
+
+# --- which loaded copy of a graph owns a buffer ---------------------------------------------------
+
+
+def call(graph: str, reads: list[str], writes: list[str]) -> Call:
+    return Call(graph, 0, {name: name for name in reads}, {name: name for name in writes})
+
+
+HEAD, BLOCKS = call("head", ["latent"], ["hidden"]), call("blocks", ["hidden"], ["hidden"])
+TAIL = call("tail", ["hidden"], ["latent"])
+
+
+def test_a_graph_that_reads_its_own_output_has_two_copies_and_one_that_predicts_has_one_for_each_pass():
+    buffers = Buffers()
+    assert [buffers.claim("v64", BLOCKS) for _ in range(5)] == [0, 1, 0, 1, 0]
+    for repeat in (2, 5):  # blocks of a step, and steps
+        step = [HEAD, *[BLOCKS] * repeat, TAIL]
+        assert copies_needed("v64", step * repeat) == {"head": 1, "blocks": 2, "tail": 1}
+    predictions, calls = [f"{kind}_x0" for kind in PASSES], []
+    for name in predictions:
+        calls += [HEAD, BLOCKS, BLOCKS, call("tail", ["hidden"], [name])]
+    calls.append(call("guide", [*predictions, "latent", "guided"], ["latent", "guided"]))
+    assert copies_needed("v64", calls) == {"head": 1, "blocks": 2, "tail": 4, "guide": 2}
+
+
+def test_a_copy_does_not_run_while_one_of_its_two_outputs_is_still_named():
+    buffers = Buffers()
+    assert buffers.claim("v64", call("tail", [], ["latent", "finite"])) == 0
+    # "latent" gets another owner, "finite" does not.
+    buffers.upload("latent", [])
+    assert buffers.claim("v64", call("tail", [], ["other"])) == 1
+    buffers.upload("finite", [])
+    assert buffers.claim("v64", call("tail", [], ["third"])) == 0
+
+
+def test_buckets_have_copies_of_their_own_and_a_released_one_forgets_them_and_no_upload():
+    buffers, step = Buffers(), call("step", ["latent"], ["latent"])
+    buffers.upload("context", [])
+    assert buffers.claim("v64", step) == buffers.claim("v256", step) == 0
+    assert buffers.owners == {"latent": ("v256", "step", 0)}
+    buffers.claim("v64", call("step", [], ["other"]))
+    buffers.tensors |= {"latent": [], "other": []}
+    buffers.release({"v64"})
+    assert {*buffers.tensors} == {"context", "latent"} and {*buffers.owners} == {"latent"}
+
+
+# --- the bound inputs of a graph ------------------------------------------------------------------
+
+RANKS = 3
+
+
+class Model:
+    """NxD's methods, and a runtime that keeps what it was given. The graph does not use `unused`."""
+
+    def __init__(self, route: str = "blocks"):
+        self.local_ranks_size, self.route = RANKS, route
+        self.flattener_map = {"blocks": lambda inputs: inputs[:-1][::-1]}
+        self.spmd_models = {"blocks": SimpleNamespace(forward_ranked=self.forward_ranked)}
+
+    def convert_dict_to_ordered_list(self, inputs: dict, positional: int) -> tuple[list, list[str]]:
+        assert positional == 0
+        return [*inputs.values()], [*inputs]
+
+    def router(self, inputs: list[Tensor], names: list[str]) -> list[str]:
+        shapes = [tuple(each.shape) for each in inputs]
+        assert (names, shapes) == (["hidden", "table", "weight", "unused"], [(2,), (1,), (4,), ()])
+        return [self.route]
+
+    def forward_ranked(self, ranked) -> list[list[Tensor]]:
+        self.given = [[*tensors] for tensors in ranked]
+        return [[torch.tensor(rank), torch.tensor(-rank)] for rank in range(RANKS)]
+
+
+def parts(*shape: int) -> list[Tensor]:
+    return [torch.randn(shape) for _ in range(RANKS)]
+
+
+def bound(model: Model, weight: list[Tensor]) -> GraphInputs:
+    fields = {"hidden": Field((2,), torch.float32), "table": Field((1,), torch.float32)}
+    return GraphInputs(model, "blocks", fields, {"weight": weight, "unused": parts()})
+
+
+def test_a_warm_call_replaces_only_the_inputs_that_changed_on_a_rank(monkeypatch):
+    replaced, inner = [], GraphInputs._set
+    monkeypatch.setattr(GraphInputs, "_set", lambda self, name, x: replaced.append(name) or inner(self, name, x))
+    model, weight, table = Model(), parts(4), parts(1)
+    inputs = bound(model, weight)
+    for hidden in (parts(2), parts(2)):
+        replaced.clear()
+        inputs.take("hidden", hidden)
+        inputs.take("table", table)
+        inputs.launch(model)
+        # In the graph's order, without the input that it does not use.
+        for rank, given in enumerate(model.given):
+            assert [each.data_ptr() for each in given] == [each[rank].data_ptr() for each in (weight, table, hidden)]
+    # The same tensors in another list are the same input; another tensor of one rank is not.
+    inputs.take("table", [*table])
+    assert replaced == ["hidden"]
+    table[2] = torch.randn(1)
+    inputs.take("table", table)
+    assert replaced == ["hidden", "table"]
+    # A further copy of the graph gets the inputs of the first.
+    copy, changed = Model(), parts(2)
+    inputs.take("hidden", changed)
+    outputs = inputs.launch(copy)
+    assert model.given[1][2] is hidden[1] and copy.given[1][2] is changed[1] and copy.given[2][1] is table[2]
+    assert [[int(each) for each in output] for output in outputs] == [[0, 1, 2], [0, -1, -2]]
+
+
+def test_shapes_and_dtypes_of_every_rank_and_the_routed_graph_are_checked():
+    inputs = bound(Model(), parts(4))
+    for wrong, text in ((torch.zeros(3), r"\(3,\)"), (torch.zeros(2).bfloat16(), "bfloat16")):
+        with pytest.raises(RuntimeError, match=rf"blocks\.hidden: got .*{text}"):
+            inputs.take("hidden", [*parts(2)[1:], wrong])
+    with pytest.raises(RuntimeError, match="routes the inputs of blocks to head"):
+        bound(Model("head"), parts(4))

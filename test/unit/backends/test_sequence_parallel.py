@@ -6,22 +6,10 @@ from contextlib import suppress
 from functools import cache
 from typing import NamedTuple
 
+import helpers
 import pytest
 import torch
-from helpers import (  # noqa: F401
-    Held,
-    Together,
-    block_summands,
-    call,
-    fp32_bound,
-    ltx_model,
-    made_config,
-    one_thread,
-    randn,
-    rel,
-    step_inputs,
-    step_number,
-)
+from helpers import Together, block_summands, call, fp32_bound, made_config, one_thread, randn, rel  # noqa: F401
 from tiny import TinySizes
 from tiny.config import released_config
 
@@ -54,7 +42,7 @@ BF16_FACTOR, BF16_FLOOR = 2, 0.005
 def model(marked: bool = False):
     """marked: whether the model has a keyframe embedding."""
     content, _ = made_config(TinySizes(layers=LAYERS))
-    weights = ltx_model(content).state_dict()
+    weights = helpers.ltx_model(content).state_dict()
     _, config = made_config(TinySizes(layers=LAYERS), use_keyframes_abs_pos_embedding=marked)
     return config, weights | {"keyframes_abs_pos_embedding": randn(1, config.video.inner, seed=11)}
 
@@ -78,9 +66,10 @@ def values(bucket: Bucket, shape: tuple[int, int, int]) -> dict[str, torch.Tenso
     mask[:8] = 0 if bucket.timesteps == 2 else 1
     times = torch.tensor([1.0, 0.0])[: bucket.timesteps]
     of_time = torch.cat([mask, 1 - mask], dim=1)[:, : bucket.timesteps]
-    held = Held(mask, randn(1, tokens, 128, seed=9), times, of_time)
-    inputs = step_inputs(config, weights, STAGE_2_SIGMAS, video_positions(shape, 24.0), AUDIO_TOKENS, held)
-    inputs |= step_number(1)
+    held = helpers.Held(mask, randn(1, tokens, 128, seed=9), times, of_time)
+    positions = video_positions(shape, 24.0)
+    inputs = helpers.step_inputs(config, weights, STAGE_2_SIGMAS, positions, AUDIO_TOKENS, held)
+    inputs |= helpers.step_number(1)
     if bucket.biased:
         inputs["video_bias"] = randn(tokens, tokens, seed=10)
     if bucket.ancestral:
@@ -157,44 +146,36 @@ def alone(bucket: Bucket, inputs: dict, dtype=torch.float32) -> dict[str, torch.
     return run(dit_program(config, bucket, 1, SingleRank(), dtype, 0), weights, inputs, dtype)
 
 
-def assert_equal_to_one_rank(bucket: Bucket, inputs: dict, blocks: int, layout=SEQUENCE) -> None:
+# Ranks, timesteps (an image has a second one), what the pass has besides, and blocks per graph: one in each, where the
+# streams leave it in parts, and the whole step with most inputs.
+@pytest.mark.parametrize(
+    ("layout", "timesteps", "kind", "blocks"),
+    [
+        (SEQUENCE, 1, "", 1),
+        (SEQUENCE, 1, "guided", 1),
+        (SEQUENCE, 2, "guided", 0),
+        (SEQUENCE, 2, "ancestral", 1),
+        (Layout(2, 2), 2, "guided", 1),
+        (Layout(2, 2, divided=True), 2, "guided", 1),
+        (Layout(1, 16), 2, "guided", 1),  # five groups have only padding
+        (Layout(2, 2), 2, "biased", 1),
+        (Layout(1, 5), 2, "biased", 1),
+        (Layout(2, 2, divided=True), 2, "ancestral", 1),
+        (Layout(1, 5), 2, "ancestral", 1),
+    ],
+)
+def test_ranks_that_share_the_tokens_give_what_one_rank_gives(layout, timesteps, kind, blocks):
+    shape = SHAPE if layout == SEQUENCE else (3, 7, 1)  # 21 tokens, which no number of groups divides
+    bucket = Bucket(math.prod(shape), AUDIO_TOKENS, timesteps, STEPS, **({kind: True} if kind else {}))
+    inputs = values(bucket, shape)
     expected, got = alone(bucket, inputs), on_ranks(bucket, inputs, blocks=blocks, layout=layout)
     for stream in STREAMS:
         name = f"{stream}_{'x0' if bucket.guided else 'latent'}"
         assert all(torch.equal(rank[name], got[0][name]) for rank in got)
         assert rel(got[0][name], expected[name]) < EQUAL
-
-
-# Timesteps (an image has a second one), what the pass has besides, and blocks per graph: one in each, where the streams
-# leave it in parts, and the whole step with most inputs.
-@pytest.mark.parametrize(
-    ("timesteps", "kind", "blocks"), [(1, "", 1), (1, "guided", 1), (2, "guided", 0), (2, "ancestral", 1)]
-)
-def test_four_ranks_that_share_the_tokens_give_what_one_rank_gives(timesteps, kind, blocks):
-    bucket = Bucket(TOKENS, AUDIO_TOKENS, timesteps, STEPS, **({kind: True} if kind else {}))
-    inputs = values(bucket, SHAPE)
-    assert_equal_to_one_rank(bucket, inputs, blocks)
     if kind == "ancestral":  # the marks of tokens matter
         other = alone(bucket, inputs | {"keyframes_mask": inputs["keyframes_mask"].roll(1, 0)})
-        assert rel(other["video_latent"], alone(bucket, inputs)["video_latent"]) > SHOWS
-
-
-@pytest.mark.parametrize(
-    ("layout", "kind"),
-    [
-        (Layout(2, 2), "guided"),
-        (Layout(2, 2, divided=True), "guided"),
-        (Layout(1, 16), "guided"),  # five groups have only padding
-        (Layout(2, 2), "biased"),
-        (Layout(1, 5), "biased"),
-        (Layout(2, 2, divided=True), "ancestral"),
-        (Layout(1, 5), "ancestral"),
-    ],
-)
-def test_groups_that_share_the_tokens_give_what_one_rank_gives(layout, kind):
-    shape = (3, 7, 1)  # 21 tokens, which no number of groups divides
-    bucket = Bucket(math.prod(shape), AUDIO_TOKENS, 2, STEPS, **{kind: True})
-    assert_equal_to_one_rank(bucket, values(bucket, shape), 1, layout)
+        assert rel(other["video_latent"], expected["video_latent"]) > SHOWS
 
 
 def test_in_bf16_the_ranks_are_as_near_to_fp32_as_without_it():

@@ -11,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -27,10 +28,6 @@ from ltx_neuron.config.profiles import PROFILES, resolve
 from ltx_neuron.errors import UserError
 from ltx_neuron.weights.rankfiles import rank_file
 from ltx_neuron.weights.tensorfile import finite
-
-SHOWS = 0.1  # another step's number, other weights or a part too few
-COMMAND_BYTES = 1000  # of a step, over all ranks: a short line, never a tensor
-KILLS = 50  # memory that had a name stayed after two of five
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -59,19 +56,20 @@ def ranks(started, toy):
 
 
 @pytest.fixture
-def own(toy):
-    """Ranks that a test may break; nothing of them may be left."""
+def own(toy, monkeypatch):
+    """Ranks that a test may break; nothing of them may be left. Their host's interface does not matter."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
     before = shared_memories()
     with ready(toy) as ranks:
         pids = pids_of(ranks)
         yield ranks
         assert_all_end(pids)
     assert not Path(ranks._folder).exists() and shared_memories() <= before
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "nosuch0"
 
 
 def assert_right(ranks, toy, step: int, seed: int = 1, program: str = "toy") -> None:
-    milliseconds = ranks.run(program, step=step)
-    assert 0 < milliseconds < 1e3 * SOON
+    assert 0 < ranks.run(program, step=step) < 1e3 * SOON  # milliseconds
     assert rel(ranks.get(program, "y"), wanted(toy, step, seed)) < EQUAL
 
 
@@ -82,10 +80,10 @@ def test_a_program_runs_on_uploads_and_a_split_tensor_is_whole_for_the_host(rank
     for name in ("x", "table"):  # bit for bit
         ranks.put("toy", **{name: special})
         assert torch.equal(ranks.get("toy", name).view(torch.int32), special.view(torch.int32))
-    # A short command for a run, and its bytes for an upload.
+    # Over all ranks a short command for a run, and its bytes for an upload.
     sent, commands = ranks.bytes_sent, ranks.command_bytes
     ranks.run("toy", step=7)
-    assert ranks.bytes_sent == sent and 0 < ranks.command_bytes - commands < COMMAND_BYTES
+    assert ranks.bytes_sent == sent and 0 < ranks.command_bytes - commands < 1000
     ranks.put("toy", x=toy.x)
     assert ranks.bytes_sent - sent == toy.x.nbytes
 
@@ -96,8 +94,7 @@ def test_hashes_are_over_the_bits_of_the_named_tensors_in_their_order(ranks, toy
 
     ranks.run("toy", step=1)
     y = ranks.get("toy", "y")
-    assert ranks.hashes("x", "y") == [digest(toy.x, y)] * TP
-    assert ranks.hashes("y", "x") == [digest(y, toy.x)] * TP
+    assert (ranks.hashes("x", "y"), ranks.hashes("y", "x")) == ([digest(toy.x, y)] * TP, [digest(y, toy.x)] * TP)
     assert ranks.hashes("table") == [digest(part) for part in toy.table.chunk(TP, dim=2)]
     changed = toy.x.clone()
     changed.view(torch.int32)[0, 0, 0] ^= 1  # one bit
@@ -107,10 +104,9 @@ def test_hashes_are_over_the_bits_of_the_named_tensors_in_their_order(ranks, toy
 
 def test_a_tensor_of_another_shape_or_name_is_refused_before_anything_is_sent(ranks):
     before, sent = ranks.hashes("x", "table"), ranks.bytes_sent
-    part = torch.zeros(1, 4, WIDTH // TP)  # what one rank has of the split one
     for name, error in (("x", ValueError), ("table", ValueError), ("unknown", KeyError)):
-        with pytest.raises(error, match=name):
-            ranks.put("toy", **{name: part})
+        with pytest.raises(error, match=name):  # what one rank has of the split one
+            ranks.put("toy", **{name: torch.zeros(1, 4, WIDTH // TP)})
     assert ranks.bytes_sent == sent and ranks.hashes("x", "table") == before
 
 
@@ -133,7 +129,7 @@ def test_models_stay_loaded_beside_each_other_and_replaced_weights_find_their_ow
     upload(ranks, toy, "other")
     assert_right(ranks, toy, 3, 1, "other")
     assert_right(ranks, toy, 3, 2)
-    assert rel(wanted(toy, 3, seed=2), wanted(toy, 3)) > SHOWS
+    assert rel(wanted(toy, 3, seed=2), wanted(toy, 3)) > 0.1
     ranks.replace_weights(other.folders[2])
     assert_right(ranks, toy, 3, 2, "other")
     ranks.unload()
@@ -142,24 +138,21 @@ def test_models_stay_loaded_beside_each_other_and_replaced_weights_find_their_ow
     assert_right(ranks, toy, 2, 2)
 
 
-def test_latents_that_are_not_finite_are_named(ranks, toy):
+def test_latents_that_are_not_finite_are_named_wherever_their_element_lies(ranks, toy):
     ranks.define("toy", "latents", [("main", {}, {"y": "video_latent", "doubled": "audio_latent"})])
     ranks.put("toy", x=torch.full_like(toy.x, float("nan")))
     with pytest.raises(NotFiniteError, match="NaN or Inf in video_latent"):
         ranks.run("toy", "latents", step=1)
     ranks.put("toy", x=toy.x)
     ranks.run("toy", "latents", step=1)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_one_element_that_is_not_finite_is_found_wherever_it_lies(dtype):
-    latents = randn(1, 40, 128).to(dtype)
-    latents[0, 0, 0], latents[0, 0, 1] = torch.finfo(dtype).max, torch.finfo(dtype).min
-    assert finite(latents)  # the largest numbers are
-    for value, token, channel in (("nan", 0, 0), ("inf", 17, 5), ("-inf", 39, 127)):
-        broken = latents.clone()
-        broken[0, token, channel] = float(value)
-        assert not finite(broken)
+    for dtype in (torch.bfloat16, torch.float32):
+        latents = randn(1, 40, 128).to(dtype)
+        latents[0, 0, 0], latents[0, 0, 1] = torch.finfo(dtype).max, torch.finfo(dtype).min
+        assert finite(latents)  # the largest numbers are
+        for value, token, channel in (("nan", 0, 0), ("inf", 17, 5), ("-inf", 39, 127)):
+            broken = latents.clone()
+            broken[0, token, channel] = float(value)
+            assert not finite(broken)
 
 
 # --- failures -------------------------------------------------------------------------------------
@@ -186,9 +179,8 @@ def test_an_error_of_one_rank_is_told_by_its_number_and_ends_all(own, toy, tmp_p
     right = load_file(toy.folders[1] / rank_file(0))
     save_weights(tmp_path, right, {"up.weight": torch.ones(8, 4)})
     os.kill(pids_of(own)[0], signal.SIGSTOP)  # would neither answer nor end by itself
-    with pytest.raises(RankRefusal) as error:
+    with pytest.raises(RankRefusal) as error:  # a mistake the user can mend: no traceback
         own.load(tmp_path, toy.programs, torch.float32)
-    assert isinstance(error.value, UserError)  # a mistake the user can mend: no traceback
     text = f"rank 1 of 2 failed: {tmp_path / rank_file(1)} does not have this model's weights:\n"
     assert str(error.value) == f"{text}  missing: down.weight\n  unexpected: up.weight"
 
@@ -242,26 +234,16 @@ def test_a_rank_that_is_killed_while_idle_is_found_by_a_check(own):
 def test_a_rank_that_cannot_be_started_or_has_no_device_is_told_by_its_number(monkeypatch):
     with pytest.raises(RankError, match=r"rank 0 of 1 failed"):
         TorchDistRanks(resolve("cuda"), 1)
-
-    def refuse(*_):
-        raise ConnectionRefusedError(111, "Connection refused")
-
+    refuse = Mock(side_effect=ConnectionRefusedError(111, "Connection refused"))
     monkeypatch.setattr("multiprocessing.forkserver.connect_to_new_process", refuse)
     with pytest.raises(RankError, match="rank 0 of 2 could not be started: (?s:.*)killed the process"):
         TorchDistRanks(PROFILES["cpu"], TP)
 
 
-def test_an_interface_that_is_not_there_does_not_matter(monkeypatch, toy):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
-    with ready(toy) as ranks:
-        ranks.run("toy", step=1)
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "nosuch0"
-
-
 HOST = """
 import os, sys
 from ltx_neuron.backends.torchdist.host import TorchDistRanks
-from ltx_neuron.config.profiles import PROFILES, resolve
+from ltx_neuron.config.profiles import PROFILES
 if __name__ == "__main__":
     answer = open(os.dup(1), "w")
     os.dup2(2, 1)  # Gloo of torch 2.9 prints which ranks it connected
@@ -276,8 +258,7 @@ def test_ranks_of_a_killed_host_end_and_leave_no_file_and_no_shared_memory(tmp_p
     before, pipe = shared_memories(), subprocess.PIPE
     process = subprocess.Popen([sys.executable, tmp_path / "host.py"], stdin=pipe, stdout=pipe, text=True)
     store, *pids = process.stdout.readline().split()
-    pids = [int(pid) for pid in pids]
-    assert alive(pids) == pids and Path(store).exists()
+    assert alive(pids := [int(pid) for pid in pids]) == pids and Path(store).exists()
     process.kill()
     process.communicate()
     assert_all_end(pids)
@@ -286,13 +267,12 @@ def test_ranks_of_a_killed_host_end_and_leave_no_file_and_no_shared_memory(tmp_p
 
 def test_a_forked_process_removes_nothing_of_its_parents_ranks(started):
     """Its exit runs what the parent has registered for its own."""
-    assert exit_code(forked(started._remove_folder)) == 0
-    assert Path(started._folder).is_dir()
+    assert exit_code(forked(started._remove_folder)) == 0 and Path(started._folder).is_dir()
 
 
 def test_a_host_killed_at_any_moment_of_an_upload_leaves_no_shared_memory():
     before, choose = shared_memories(), random.Random(1)
-    for _ in range(KILLS):
+    for _ in range(50):  # memory that had a name stayed after two of five
         child = os.fork()
         while child == 0:
             with SharedTensor((8,), torch.int32):

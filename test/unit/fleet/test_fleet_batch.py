@@ -5,6 +5,7 @@ import threading
 from argparse import Namespace
 from contextlib import closing
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from conftest import needs
@@ -22,30 +23,28 @@ needs("ray", extras="dev,fleet")
 
 
 class Pool:
-    """Makes the jobs whose prompts are not bad, until it is stopped or was asked `patience` times."""
+    """Makes the jobs whose prompts are not bad, until it is stopped or has made `most`."""
 
-    patience = 9
+    most, made = 9, []
 
-    def __init__(self, queue, args, capability_jobs, max_replicas, max_failures, sets):
-        self.queue, self.stop, self.made = queue, threading.Event(), []
-        Pool.last = self
+    def __init__(self, queue, *_):
+        self.queue, self.stop = queue, threading.Event()
 
     def run(self, look) -> None:
-        for _ in range(self.patience):
-            if not self.stop.is_set():
-                self.make_one()
-                look()
+        while not self.stop.is_set() and len(self.made) < self.most:
+            self.make_one()
+            look()
 
     def make_one(self) -> None:
         (entry,) = self.queue.claim("w", self.queue.next_batch_key(), 1)
         self.made.append(prompt := entry.params["prompt"])
         if prompt == "bad":
             self.queue.fail(entry, "internal_error", "no")
-        else:
-            video = self.queue.folder_of(entry.id) / VIDEO
-            video.write_text(prompt)
-            write_json(video.with_suffix(".json"), {"seconds": {}})
-            self.queue.complete(entry)
+            return
+        video = self.queue.folder_of(entry.id) / VIDEO
+        video.write_text(prompt)
+        write_json(video.with_suffix(".json"), {"seconds": {}})
+        self.queue.complete(entry)
 
 
 @pytest.fixture
@@ -53,8 +52,9 @@ def run(monkeypatch):
     """The prompts of the jobs that a run of a batch's lines in a folder makes, in that order."""
     from ltx_neuron.fleet import batch
 
-    def run(folder, prompts: str, patience: int = 9) -> list[str]:
-        monkeypatch.setattr(Pool, "patience", patience)
+    def run(folder, prompts: str, most: int = 9) -> list[str]:
+        monkeypatch.setattr(Pool, "most", most)
+        monkeypatch.setattr(Pool, "made", made := [])
         folder.mkdir(exist_ok=True)
         lines = [Line(n, make_job(prompt), f"digest {prompt}") for n, prompt in enumerate(prompts.split(), 1)]
         results = Results(folder, lines)
@@ -66,7 +66,7 @@ def run(monkeypatch):
             assert len(resolved) == len(left)
             ids = [entry.id for entry in queue.page(batch.OWNER)[0]]
             assert sorted(folder.name for folder in queue.folder.iterdir()) == sorted(ids)
-        return Pool.last.made
+        return made
 
     monkeypatch.setattr(batch, "Pool", Pool)
     return run
@@ -85,48 +85,44 @@ def test_finished_videos_get_their_names_and_their_jobs_go(tmp_path, run):
     first, second = tmp_path / "first", tmp_path / "second"
     assert run(first, "waves bad birds") == ["waves", "bad", "birds"]
     assert {path.name: path.read_text() for path in first.glob("*.mp4")} == {"0001.mp4": "waves", "0003.mp4": "birds"}
-    run(second, "waves birds", patience=0)
+    run(second, "waves birds", most=0)
     with closing(Queue(second / "queue.sqlite", second / "jobs")) as queue:
-        Pool(queue, None, [], 1, 1, []).make_one()  # just before a kill
+        Pool(queue).make_one()  # just before a kill
     assert run(second, "waves birds") == ["birds"]
     assert (second / "0001.mp4").read_text() == "waves"
 
 
 def test_an_interrupted_run_goes_on_with_its_own_jobs_but_not_with_those_that_failed_or_changed(tmp_path, run):
-    assert run(tmp_path, "waves birds wind", patience=1) == ["waves"]
+    assert run(tmp_path, "waves birds wind", most=1) == ["waves"]
     assert len([*(tmp_path / "jobs").iterdir()]) == 2
     assert run(tmp_path, "waves rain wind") == ["wind", "rain"]
     assert (tmp_path / "0002.mp4").read_text() == "rain" and list((tmp_path / "jobs").iterdir()) == []
-
-
-BOTH = "context_parallel=2", "guidance_parallel=2", "backend=torchdist"
 
 
 @pytest.mark.parametrize(
     ("settings", "visible", "cores"),
     [
         ((), "4-7", range(4, 8)),
-        (("context_parallel=4",), "16-31", range(16, 32)),
-        (BOTH, "8-23", range(8, 24)),
+        (("context_parallel=2", "guidance_parallel=2", "backend=torchdist"), "8-23", range(8, 24)),
         ((), None, "RAY_EXPERIMENTAL_NOSET"),
         ((), "2-5", "4 ranks begin at a multiple of 4 cores(.|\n)*take 4 neuron"),
         (("context_parallel=4",), "2-17", "multiple of 16 cores, to have whole(.|\n)*take 16 neuron"),
         (("context_parallel=4",), "0-7,16-23", "the cores of a run follow each other"),
     ],
 )
-def test_a_replica_takes_the_visible_cores_if_they_are_whole_chips_in_a_row(monkeypatch, settings, visible, cores):
+def test_a_replica_takes_the_visible_cores_if_they_are_whole_chips_in_a_row(settings, visible, cores):
     from ltx_neuron.fleet import cluster
 
     profile = resolve("trn2.48xlarge", settings)
-    monkeypatch.delenv(cluster.VISIBLE, raising=False)
-    if visible:
-        monkeypatch.setenv(cluster.VISIBLE, visible)
-    if isinstance(cores, str):
-        with pytest.raises(UserError, match=cores):
-            cluster.check_cores(profile, 4)
-    else:
-        assert cluster.check_cores(profile, 4) == [*cores]
-        assert os.environ[cluster.VISIBLE] == ",".join(map(str, cores))
+    with mock.patch.dict(os.environ, {cluster.VISIBLE: visible or ""}):
+        if visible is None:
+            del os.environ[cluster.VISIBLE]
+        if isinstance(cores, str):
+            with pytest.raises(UserError, match=cores):
+                cluster.check_cores(profile, 4)
+        else:
+            assert cluster.check_cores(profile, 4) == [*cores]
+            assert os.environ[cluster.VISIBLE] == ",".join(map(str, cores))
 
 
 def test_the_replicas_of_a_node_follow_from_the_layout(monkeypatch):
@@ -134,13 +130,9 @@ def test_the_replicas_of_a_node_follow_from_the_layout(monkeypatch):
 
     nodes = [("10.0.0.1", {"neuron_cores": 64.0})]
     monkeypatch.setattr(cluster, "_living_nodes", lambda: nodes)
-    for settings, cores, replicas in (
-        ((), 4, 16),
-        (("context_parallel=4",), 16, 4),
-        (("guidance_parallel=4", "context_parallel=4"), 64, 1),
-    ):
+    for settings, cores in (((), 4), (("guidance_parallel=4", "context_parallel=4"), 64)):
         layout = cluster.Needs.of(resolve("trn2.48xlarge", ("backend=torchdist", *settings)), 4)
-        assert layout == cluster.Needs("neuron_cores", cores) and layout.capacity() == replicas
+        assert layout == cluster.Needs("neuron_cores", cores) and layout.capacity() == 64 // cores
         assert layout.options == {"num_cpus": 0, "resources": {"neuron_cores": cores}}
     assert layout.layout() == "room for 1 replica with neuron_cores 64: 1 on 10.0.0.1"
     nodes[:] = [("10.0.0.1", {"neuron_cores": 4.0})] * 2

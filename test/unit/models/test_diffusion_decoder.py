@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ltx_neuron.config.diffusion import cut, diffusion_decoder_config
 from ltx_neuron.engine.decode import Decoder
-from ltx_neuron.engine.resume import JobRun
+from ltx_neuron.engine.outputs import JobRun
 from ltx_neuron.errors import UserError
 from ltx_neuron.host import diffusion
 from ltx_neuron.host.diffusion import neighbourhoods, rope_table
@@ -24,7 +24,7 @@ from ltx_neuron.models import diffusion_decoder
 from ltx_neuron.models.attention import KERNELS
 from ltx_neuron.models.diffusion_decoder import neighbourhood_attention, rotate
 from ltx_neuron.models.programs import diffusion_program
-from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.report.latency import Recorder
 
 FP32 = 2e-6  # relative, after all layers
 SHAPE = (3, 4, 5)
