@@ -1,5 +1,4 @@
-"""What the sections of test/device run on: models, the device, the time that is left, the page that has what they
-found, and scripts in processes that end with all they started when their time is over."""
+"""What the sections of test/device run on: models, the time that is left, the page, scripts that end with it."""
 
 import argparse
 import dataclasses
@@ -22,7 +21,7 @@ from tiny.split import split_assets_in
 from torch import Tensor
 
 from ltx_neuron import flags
-from ltx_neuron.config.profiles import Profile
+from ltx_neuron.config.profiles import Profile, resolve
 from ltx_neuron.demo import ASSETS
 from ltx_neuron.doctor.public import public
 from ltx_neuron.errors import UserError
@@ -97,8 +96,7 @@ class Bench:
         """Give a section its time; skip it where that is too short, or one that it needs is not done."""
         if missing := [need.replace("_", " ") for need in section.needs if need not in self.done]:
             pytest.skip(f"needs {', '.join(missing)}")
-        left = max(0.0, self.end - time.monotonic()) / 60
-        if section.minutes > left:
+        if section.minutes > (left := max(0.0, self.end - time.monotonic()) / 60):
             pytest.skip(f"takes about {section.minutes:g} minutes, {left:.1f} are left")
         longest = 60 * LONGEST * section.minutes if self.end < math.inf else math.inf
         self.section_end = min(self.end, time.monotonic() + longest)
@@ -116,20 +114,13 @@ class Bench:
         code is not among `codes` or the script takes longer than SCRIPT_SECONDS, and is skipped where its time ends."""
         path = self.folder / "logs" / f"{log}.log"
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Scripts of this folder import others of it.
-        paths = [str(ROOT / "test"), os.environ.get("PYTHONPATH", "")]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        paths = f"{ROOT / 'test'}:{os.environ.get('PYTHONPATH', '')}"  # scripts of this folder import others of it
+        environment = os.environ | {"PYTHONPATH": paths.removesuffix(":")}
         words, began = [sys.executable, *map(str, command)], time.monotonic()
+        # The end of its stdin tells a measured variant that we have exited.
+        how = dict(cwd=ROOT, env=environment, stdin=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
         with open(path, "w") as output:
-            process = subprocess.Popen(
-                words,
-                cwd=ROOT,
-                env=environment,
-                stdin=subprocess.PIPE,  # its end tells a measured variant that we have exited
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            process = subprocess.Popen(words, stdout=output, **how)
             try:
                 code = process.wait(min(SCRIPT_SECONDS, max(0.0, self.section_end - began)))
             except subprocess.TimeoutExpired:
@@ -174,10 +165,9 @@ class Bench:
             seconds.append(f"{name.replace('_', ' ')} {time.monotonic() - began:.1f}")
         return f"Seconds: {', '.join(seconds)}."
 
-    def prepare(self, model: Model, target: Target, gemma: bool) -> str:
+    def prepare(self, model: Model, target: Target, gemma: bool = True) -> str:
         """The DiT, and with `gemma` the text encoder."""
-        text = ["shard_gemma3", "compile_gemma3"] * gemma
-        return self.make(model, target, "shard_dit", "compile_dit", *text)
+        return self.make(model, target, "shard_dit", "compile_dit", *["shard_gemma3", "compile_gemma3"] * gemma)
 
     def generate(self, model: Model, target: Target, name: str, *more: object) -> dict[str, Tensor]:
         """Run generate_ltx23.py: every named tensor. Its latency report goes to the page."""
@@ -222,14 +212,11 @@ def doctor_flags(args: argparse.Namespace) -> list[object]:
 
 
 def tiny(bench: Bench) -> Model:
-    files = assets_in(bench.folder / "tiny")
-    paths = files.checkpoint, files.gemma_root, files.spatial_upsampler
-    return Model("tiny", *paths, TINY_SIZE, bench.folder / "artifacts")
+    return Model("tiny", *assets_in(bench.folder / "tiny")[:3], TINY_SIZE, bench.folder / "artifacts")
 
 
 def wide(bench: Bench) -> Model:
-    files = assets_in(bench.folder / "wide")
-    return Model("wide", files.checkpoint, files.gemma_root, None, WIDE_SIZE, bench.folder / "artifacts")
+    return Model("wide", *assets_in(bench.folder / "wide")[:2], None, WIDE_SIZE, bench.folder / "artifacts")
 
 
 def ltx25(bench: Bench) -> Model:
@@ -240,8 +227,7 @@ def ltx25(bench: Bench) -> Model:
 
 def demo(bench: Bench) -> Model:
     """The trained checkpoint of a clone: angles of its vocoder reach 37, and random ones do not."""
-    paths = ASSETS.checkpoint, ASSETS.gemma_root, ASSETS.spatial_upsampler
-    return Model("demo", *paths, TINY_SIZE, bench.folder / "artifacts")
+    return Model("demo", *ASSETS[:3], TINY_SIZE, bench.folder / "artifacts")
 
 
 def full(bench: Bench) -> Model:
@@ -251,3 +237,11 @@ def full(bench: Bench) -> Model:
             pytest.skip(f"no --{flag.replace('_', '-')}")
     size = dataclasses.replace(flags.spec(args).size, two_stage=args.spatial_upsampler_path is not None)
     return Model("full", args.checkpoint_path, args.gemma_root, args.spatial_upsampler_path, size, args.artifacts_dir)
+
+
+def rehearsal(folder: Path, minutes: float | None = None) -> Bench:
+    """A bench on a CPU and in a folder of its own, for the tests of this one."""
+    args = dict(work_dir=folder, minutes=minutes, dtype="bfloat16", tp_degree=None, profile=None, profile_set=[])
+    args |= dict(height=64, width=64, num_frames=9, frame_rate=24.0, two_stage=False, video_path=None)
+    args |= dict.fromkeys(("checkpoint_path", "gemma_root", "artifacts_dir"))
+    return Bench(argparse.Namespace(**args), resolve("cpu"))

@@ -46,8 +46,7 @@ def wide_compiles(bench: Bench) -> Iterator[str]:
     if bench.args.skip_wide:
         pytest.skip("--skip-wide")
     # In a process of its own, which can be ended and gives its 10 GB of memory back.
-    sizes = dataclasses.asdict(WIDE).items()
-    words = [word for name, size in sizes for word in (f"--{name.replace('_', '-')}", size)]
+    words = [f"--{name.replace('_', '-')}={size}" for name, size in dataclasses.asdict(WIDE).items()]
     bench.run("wide-make", "-m", "tiny", bench.folder / "wide", *words)
     return compiles(bench, wide(bench), gemma=False)
 
@@ -91,7 +90,7 @@ def tiny_video(bench: Bench, model: Model) -> Iterator[str]:
     on_cpu = {}
     for dtype in ("float32", "bfloat16"):
         target = BF16._replace(dtype=dtype)
-        bench.prepare(model, target, gemma=True)
+        bench.prepare(model, target)
         on_cpu[dtype] = bench.generate(model, target, f"cpu-{dtype}")
     yield from three_way(first, on_cpu["bfloat16"], on_cpu["float32"], ("video_context", "audio_context"))
     latents = ("s1_video", "s1_audio", "s2_video", "s2_audio")

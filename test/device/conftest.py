@@ -1,5 +1,4 @@
-"""The flags of test/device, and the page of what its sections found, report.md, which is written line by line. Without
-a Neuron device and --profile all sections are skipped."""
+"""The flags of test/device, and the page of what its sections found. Without a Neuron device and --profile all skip."""
 
 import argparse
 import datetime
@@ -33,14 +32,11 @@ BENCH = pytest.StashKey[Bench]()
 
 def pytest_addoption(parser):
     add = parser.getgroup("device", "test/device: what the sections run on").addoption
-    help = "hardware (default: this machine's own); cpu rehearses the run on any machine"
-    add("--profile", metavar="NAME", help=help)
+    add("--profile", metavar="NAME", help="hardware (default: this machine's own); cpu rehearses the run anywhere")
     help = "change one value of the profile, as in attention=matmul; repeatable"
     add("--profile-set", action="append", default=[], metavar="KEY=VALUE", help=help)
-    help = "end after so many minutes, with what was found until then (default: no end)"
-    add("--minutes", type=float, metavar="N", help=help)
-    help = "leave out the two blocks at full width (a file of 2.9 GB, made in 10 GB of memory)"
-    add("--skip-wide", action="store_true", help=help)
+    add("--minutes", type=float, metavar="N", help="end after so many minutes, with what was found until then")
+    add("--skip-wide", action="store_true", help="leave out the two blocks at full width (10 GB of memory)")
     path = dict(type=Path, metavar="PATH")
     add("--work-dir", **path, default=verbs.WORK_DIR, help="report, bundle, logs and what the runs leave")
     add("--checkpoint-path", **path, help="run the full model as well")
@@ -142,15 +138,13 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
         say(f"\n{bench.page.read_text()}")
         say(f"This page, without names and secrets, is {bench.page}: please paste it into an issue.")
         say("The same command with --lf runs what it can of the sections that are not done.")
-        if exitstatus != pytest.ExitCode.INTERRUPTED:
-            say(f"with the logs: {packed(bench.args)}")
-
-
-def packed(args: argparse.Namespace) -> str:
-    """Pack the bundle beside the report, in place of an earlier one; where it is, or why it is not."""
-    target = args.work_dir / "bundle.tar.gz"
-    target.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "ltx_neuron.doctor", "--bundle", target, "--work-dir", args.work_dir]
-    words = [str(word) for word in (*command, *doctor_flags(args))]
-    done = subprocess.run(words, capture_output=True, text=True, errors="replace")
-    return (done.stdout if target.exists() else done.stderr).strip().rpartition("\n")[2]
+        if exitstatus == pytest.ExitCode.INTERRUPTED:
+            return
+        # The bundle beside the report takes the place of an earlier one.
+        folder = bench.args.work_dir
+        (target := folder / "bundle.tar.gz").unlink(missing_ok=True)
+        command = [sys.executable, "-m", "ltx_neuron.doctor", "--bundle", target, "--work-dir", folder]
+        words = [str(word) for word in (*command, *doctor_flags(bench.args))]
+        done = subprocess.run(words, capture_output=True, text=True, errors="replace")
+        where = (done.stdout if target.exists() else done.stderr).strip().rpartition("\n")[2]
+        say(f"with the logs: {where}")

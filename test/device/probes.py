@@ -1,9 +1,4 @@
-"""What small programs show of the runtime, for test/device.
-
-    python -m device.probes REQUEST.json
-
-REQUEST.json has what Bench.probed writes: probe, a key of PROBES, with its arguments. Not run on hardware.
-"""
+"""What small programs show of the runtime: python -m device.probes REQUEST.json. Not run on hardware."""
 
 import shutil
 import statistics
@@ -30,7 +25,6 @@ from ltx_neuron.weights.tensorfile import DTYPES
 OPERATIONS = {
     "none": (lambda comm, x: x, lambda x: x),
     "sum": (lambda comm, x: comm.sum(x)[0], lambda x: x.sum(0).expand_as(x)),
-    "gather": (lambda comm, x: comm.all_gather(x), lambda x: x.flatten(0, 1).expand(len(x), -1, -1)),
     "gather and scatter": (lambda comm, x: comm.reduce_scatter(comm.all_gather(x)), lambda x: x * len(x)),
 }
 RUNS = 20  # of which the median counts, after one that does not
@@ -55,12 +49,8 @@ class Probe(nn.Module):
 
 def started(request: dict, cases: dict[str, tuple]) -> Ranks:
     """Ranks that have loaded a program of one graph for each case: operation, count, tokens and channels of a rank."""
-    profile, tp, dtype = (
-        resolve(request["profile"], tuple(request["settings"])),
-        request["tp"],
-        DTYPES[request["dtype"]],
-    )
-    folder, programs = Path(request["folder"]), {}
+    profile, tp = resolve(request["profile"], tuple(request["settings"])), request["tp"]
+    dtype, folder, programs = DTYPES[request["dtype"]], Path(request["folder"]), {}
     shutil.rmtree(folder, ignore_errors=True)
     for name, (operation, count, *shape) in cases.items():
         with torch.device("meta"):

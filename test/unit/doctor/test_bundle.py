@@ -19,6 +19,7 @@ from ltx_neuron.report.latency import Recorder
 
 PROMPT = 'zebra\'s "violet" slow-motion waltz, 3 acts\nin Köln'
 SECRET = "s3cr3t-value-of-mine"
+REPORT = {"profile": "cpu", "versions": {"torch": "2"}}
 
 
 @pytest.fixture
@@ -29,13 +30,11 @@ def ran(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("NEURON_RT_NUM_CORES", "4")
     monkeypatch.setenv("TORCH_NEURONX_DEBUG_DIR", str(tmp_path / "debug"))
     work = tmp_path / "work"
+    private = {"job": {"prompt": PROMPT, "seed": 1}, "inputs": {f"--image {Path.home()}/zebra.png": "a digest"}}
     files = {
         "report.md": "# On the device\n",
         "logs/full-compile-dit.log": f"[rank 0] NCC_EBVF030 in {Path.home()}/clips\n{SECRET}",
-        "full-in-turn-1/perf.json": json.dumps(
-            {"profile": "cpu", "versions": {"torch": "2"}, "job": {"prompt": PROMPT, "seed": 1}}
-            | {"inputs": {f"--image {Path.home()}/zebra.png": "a digest"}}
-        ),
+        "full-in-turn-1/perf.json": json.dumps(REPORT | private),
         "artifacts/graphs/dit-x/neuronx-cc/step/1/log-neuron-cc.txt": "instruction limit\n",
         "artifacts/graphs/dit-x/neuronx-cc/step/1/command.txt": "neuronx-cc compile --lnc=2\n",
         "artifacts/graphs/dit-x/neuronx-cc/step/1/graph.neff": "GRAPHBYTES",
@@ -58,9 +57,9 @@ def ran(tmp_path, monkeypatch) -> Path:
     return work
 
 
-def packed(path: Path, work: Path, added: tuple[Path, ...] = ()) -> tuple[dict[str, str], list[str]]:
+def packed(work: Path, added: tuple[Path, ...] = ()) -> tuple[dict[str, str], list[str]]:
     """A bundle's members by name, and its table of contents."""
-    artifacts = (work / "artifacts",)
+    artifacts, path = (work / "artifacts",), work / "bundle.tar.gz"
     lines = bundle.pack(path, bundle.facts(System(), artifacts), bundle.bundled_files(work, artifacts, added))
     return members(path), lines
 
@@ -72,11 +71,10 @@ def members(path: Path) -> dict[str, str]:
     return {name.removeprefix(f"{bundle.FOLDER}/"): text for name, text in texts.items()}
 
 
-def test_a_bundle_has_what_a_failed_run_left_and_says_so(ran, tmp_path):
-    content, lines = packed(tmp_path / "b.tar.gz", ran)
+def test_a_bundle_has_what_a_failed_run_left_and_says_so(ran):
+    content, lines = packed(ran)
     compiler = "compiler/1/graphs/dit-x/neuronx-cc/step/1"
     failure = content["run/full-in-turn-1/video.failure.log"]
-    report = {"profile": "cpu", "versions": {"torch": "2"}, "job": {"seed": 1}}
     assert {line.split()[-1] for line in lines} == content.keys() - {bundle.CONTENTS}
     assert content[bundle.CONTENTS].splitlines() == lines
     assert content.keys() >= {"run/report.md", f"{compiler}/log-neuron-cc.txt", f"{compiler}/command.txt"}
@@ -84,7 +82,7 @@ def test_a_bundle_has_what_a_failed_run_left_and_says_so(ran, tmp_path):
     assert content["run/logs/full-compile-dit.log"] == "[rank 0] NCC_EBVF030 in …"
     assert "error: RuntimeError\n" in failure and "load: " in failure
     assert 'ltx_neuron/engine/outputs.py", line ' in failure
-    assert json.loads(content["run/full-in-turn-1/perf.json"]) == report
+    assert json.loads(content["run/full-in-turn-1/perf.json"]) == REPORT | {"job": {"seed": 1}}
     version = System().version("ltx-neuron") or "not installed"
     assert f"\nltx-neuron: {version}\n" in content["versions.txt"]
     assert "commit: " in content["versions.txt"] and "kernel: " in content["versions.txt"]
@@ -92,7 +90,7 @@ def test_a_bundle_has_what_a_failed_run_left_and_says_so(ran, tmp_path):
     assert "graphs/dit-x: NOT finished" in content["artifacts.txt"]
 
 
-def test_no_weights_prompts_secrets_or_names_are_in_a_bundle(ran, tmp_path, monkeypatch):
+def test_no_weights_prompts_secrets_or_names_are_in_a_bundle(ran, monkeypatch):
     monkeypatch.setattr(public.getpass, "getuser", lambda: "jdoe")
     monkeypatch.setattr(public.platform, "node", lambda: "ip-10-1-2-3")
     monkeypatch.setenv("NEURON_SOME_TOKEN", "another-one")
@@ -112,7 +110,7 @@ def test_no_weights_prompts_secrets_or_names_are_in_a_bundle(ran, tmp_path, monk
     (ran / "logs/generate.log").write_text(report)
     (ran / "logs/more.log").write_text(f"Köln, {shlex.quote(PROMPT)}\n{private}")
     (ran / "report.md").write_text(f"# On the device\n{private}")
-    content, _ = packed(tmp_path / "b.tar.gz", ran)
+    content, _ = packed(ran)
     everything = "\n".join([*content, *content.values()])
     planted = "GRAPHBYTES WEIGHTBYTES CONTEXTBYTES LATENTBYTES VIDEOBYTES NEFFB zebra violet waltz another-one sixsix"
     planted += f" {SECRET} HF_TOKEN hf_abc me:pass abcdefgh erika jdoe ip-10-1-2-3 {Path.home()}/ qqqq Köln"
@@ -122,8 +120,7 @@ def test_no_weights_prompts_secrets_or_names_are_in_a_bundle(ran, tmp_path, monk
     assert "NEURON_COMPILE_CACHE_URL=…\n" in content["environment.txt"]
 
 
-# How a prompt stands in a log
-def test_of_a_log_no_prompt_is_kept_however_it_is_written():
+def test_of_a_log_no_prompt_is_kept_however_it_is_written_but_frames_types_and_messages_of_ranks():
     for shown in (
         f"{shlex.quote('--prompt=' + PROMPT)} --seed 1",
         "4711 python generate_ltx23.py --prompt a violet zebra in a list --seed 1",
@@ -134,9 +131,6 @@ def test_of_a_log_no_prompt_is_kept_however_it_is_written():
         text = public.trace(f"{shown}\nexit code 1\n")
         assert not any(word in text for word in ("zebra", "violet", "waltz", "acts", "motion", "Köln")), shown
         assert text.endswith("exit code 1")
-
-
-def test_of_a_log_frames_types_and_messages_of_ranks_are_kept_and_of_paths_those_of_the_system():
     frame = '  File "{}/torch/nn/x.py", line 3, in f'
     for line, kept in (
         (frame.format("/home/erika/.venv/lib/python3.11/site-packages"), frame.format("…")),
@@ -150,7 +144,7 @@ def test_of_a_log_frames_types_and_messages_of_ranks_are_kept_and_of_paths_those
     assert public.public(paths) == "/dev/neuron0 /opt/aws/neuron/bin …/a.neff … … outputs/on-device"
 
 
-def test_what_cannot_be_read_stops_nothing_and_is_listed(ran, tmp_path, monkeypatch):
+def test_what_cannot_be_read_stops_nothing_and_is_listed(ran, monkeypatch):
     logs, access = ran / "logs", os.access
     (logs / "theirs.log").write_text("PRIVATE")
     # Root, which tests may be, is refused nothing.
@@ -160,7 +154,7 @@ def test_what_cannot_be_read_stops_nothing_and_is_listed(ran, tmp_path, monkeypa
     (logs / "binary.log").write_bytes(b"\x80\1\0\0\0\0\0\0{WEIGHTS")
     (logs / "link.log").symlink_to(ran / "artifacts/weights/dit-y/rank0.safetensors")
     (logs / "folder.log").mkdir()
-    content, lines = packed(tmp_path / "b.tar.gz", ran, added=(ran / "artifacts/weights",))
+    content, lines = packed(ran, added=(ran / "artifacts/weights",))
     assert content["run/logs/broken.log"] == "[rank 0] before \ufffd\ufffd after"
     reasons = dict(line.removeprefix("left out   …/").split(": ", 1) for line in lines if line[0] == "l")
     wanted = {"theirs.log": "you may not read", "pipe.log": "named pipe", "binary.log": "not a text"}
@@ -169,16 +163,16 @@ def test_what_cannot_be_read_stops_nothing_and_is_listed(ran, tmp_path, monkeypa
     assert "WEIGHT" not in "".join(content.values()) and "pipe.log" in content[bundle.CONTENTS]
 
 
-def test_of_a_long_log_begin_and_end_are_packed_and_a_full_bundle_leaves_the_rest_out(ran, tmp_path, monkeypatch):
+def test_of_a_long_log_begin_and_end_are_packed_and_a_full_bundle_leaves_the_rest_out(ran, monkeypatch):
     long = ran / "artifacts/graphs/dit-x/log-neuron-cc.txt"
     long.write_bytes(b"first line\n" + b"middle\n" * 1_000_000 + b"last line\n")
-    text = packed(tmp_path / "b.tar.gz", ran)[0]["compiler/1/graphs/dit-x/log-neuron-cc.txt"]
+    text = packed(ran)[0]["compiler/1/graphs/dit-x/log-neuron-cc.txt"]
     assert text.startswith("first line\n") and text.endswith("last line\n")
     assert len(text) < bundle.HEAD_BYTES + bundle.TAIL_BYTES + 100 and "cut out here" in text
     assert set(text.splitlines()[1:5]) == {"middle"}
     monkeypatch.setattr(bundle, "TOTAL_BYTES", 200)
     (ran / "logs/zz.log").write_text("[rank 0] " + "x" * 250)
-    content, lines = packed(tmp_path / "c.tar.gz", ran)
+    content, lines = packed(ran)
     assert "run/report.md" in content and "run/logs/zz.log" not in content
     assert any("left out   …/zz.log: the bundle already" in line for line in lines)
 
@@ -186,12 +180,11 @@ def test_of_a_long_log_begin_and_end_are_packed_and_a_full_bundle_leaves_the_res
 def test_a_folder_of_a_run_by_hand_and_a_log_in_the_current_folder_are_packed(ran, tmp_path):
     by_hand, private = tmp_path / "outputs", "PRIVATE\nexit code 1\n"
     by_hand.mkdir()
-    report = {"profile": "cpu", "versions": {}, "identity": {}, "prompt": PROMPT}
-    (by_hand / "out.json").write_text(json.dumps(report))
+    (by_hand / "out.json").write_text(json.dumps(REPORT | {"identity": {}, "prompt": PROMPT}))
     (by_hand / "mine.json").write_text('{"diary": "PRIVATE"}')
     for path in (by_hand / "run.log", tmp_path / "clip.failure.log", tmp_path / "theirs.txt"):
         path.write_text(private)
-    content, _ = packed(tmp_path / "b.tar.gz", ran, added=(by_hand, tmp_path / "theirs.txt"))
+    content, _ = packed(ran, added=(by_hand, tmp_path / "theirs.txt"))
     names = "added-1/out.json", "added-1/run.log", "here/clip.failure.log", "added-2/theirs.txt"
     assert {*names} <= content.keys() and "added-1/mine.json" not in content
     assert json.loads(content["added-1/out.json"])["profile"] == "cpu"
@@ -210,8 +203,8 @@ def test_a_bundle_is_whole_or_absent_and_replaces_no_file(ran, tmp_path, monkeyp
 
     monkeypatch.setattr(tarfile.TarFile, "addfile", full)
     with pytest.raises(OSError):
-        packed(tmp_path / "b.tar.gz", ran)
-    assert not [path for path in tmp_path.iterdir() if "b.tar.gz" in path.name] and kept.read_text() == "mine"
+        packed(ran)
+    assert not [*ran.glob("*bundle.tar.gz*")] and kept.read_text() == "mine"
 
 
 def test_the_command_packs_where_nothing_ever_ran_and_the_findings_of_the_doctor(tmp_path, monkeypatch, capsys):

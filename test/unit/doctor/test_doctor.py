@@ -2,11 +2,11 @@
 
 import json
 import tomllib
-from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 from conftest import ROOT
@@ -24,40 +24,28 @@ from ltx_neuron.machine import Machine, probe
 from ltx_neuron.weights.tensorfile import TensorFile
 
 GIB = 2**30
-NXD_29 = {
-    "torch": "2.9.0",
-    "torch-neuronx": "2.9.0.2.15.32035",
-    "torch-xla": "2.9.0",
-    "neuronx-cc": "2.26.6360.0+a1",
-    "neuronx-distributed": "0.19.28492",
-    "libneuronxla": "3.0.3854.0",
-}
+NXD_29 = {"torch": "2.9.0", "torch-neuronx": "2.9.0.2.15.32035", "torch-xla": "2.9.0", "neuronx-cc": "2.26.6360.0+a1"}
+NXD_29 |= {"neuronx-distributed": "0.19.28492", "libneuronxla": "3.0.3854.0"}
 TORCH_NEURON = {"torch": "2.14.1", "torch-neuronx": "2.14.3.0", "neuronx-cc": "2.28.1.0"}
 CLIP = "--height", 64, "--width", 64, "--num-frames", 9
 
 
 def chip(index: int = 0, holders: tuple = (), lnc: int = 2, cores: int = 4) -> dict:
     """A chip as the documentation of `neuron-ls -j` shows it."""
-    return {
-        "neuron_device": index,
-        "nc_count": cores,
-        "logical_neuroncore_config": lnc,
-        "memory_size": 96 * GIB,
-        "neuroncore_ids": list(range(cores * index, cores * (index + 1))),
-        "neuron_processes": [{"pid": pid, "command": command} for pid, command in holders],
-    }
+    listed = {"neuron_device": index, "nc_count": cores, "logical_neuroncore_config": lnc, "memory_size": 96 * GIB}
+    listed["neuroncore_ids"] = list(range(cores * index, cores * (index + 1)))
+    return listed | {"neuron_processes": [{"pid": pid, "command": command} for pid, command in holders]}
 
 
-@dataclass(frozen=True)
-class Trn2:
+class Trn2(NamedTuple):
     """A trn2.3xlarge with SDK 2.31 on which all is well, unless told otherwise."""
 
     driver: str | None = "2.29.0.0"
     chips: int = 1
     # What neuron-ls prints; None: it is not installed.
-    listed: object = field(default_factory=lambda: [chip()])
-    packages: dict = field(default_factory=lambda: NXD_29)
-    environment: dict = field(default_factory=dict)
+    listed: object = (chip(),)
+    packages: dict = NXD_29
+    environment: dict = {}
     lnc_file: str | None = None
     meminfo: str | None = "MemTotal: 130000000 kB\nMemAvailable: 120000000 kB\n"
     disk: int = 500 * GIB
@@ -66,7 +54,7 @@ class Trn2:
     libraries: tuple = ("libnrt.so.1", "libnccom.so.2")  # of the system
     instance: str = "trn2.3xlarge"
     python: str = "3.12.3"
-    processes: dict = field(default_factory=dict)  # pid -> (command line, files it has open)
+    processes: dict = {}  # pid -> (command line, files it has open)
 
     def build(self, root: Path, monkeypatch) -> tuple[System, Machine]:
         files = {
@@ -97,16 +85,11 @@ class Trn2:
 
         monkeypatch.setattr(metadata, "version", version)
         printed = self.listed if self.listed is None or isinstance(self.listed, str) else json.dumps(self.listed)
-        system = System(
-            root,
-            lambda *command: printed if command[0] == "neuron-ls" else None,
-            environment=self.environment,
-            python=self.python,
-            prefix=str(root),
-            free_bytes=lambda path: self.disk,
-            import_error=lambda name: "OSError: no symbol" if name in self.broken else None,
-        )
-        return system, probe(root)
+        how: dict = {"environment": self.environment, "python": self.python, "prefix": str(root)}
+        how["output"] = lambda *command: printed if command[0] == "neuron-ls" else None
+        how["free_bytes"] = lambda path: self.disk
+        how["import_error"] = lambda name: "OSError: no symbol" if name in self.broken else None
+        return System(root, **how), probe(root)
 
 
 NOT_NEURON = Trn2(driver=None, chips=0, instance="", packages={"torch": "2.13.0"})
@@ -198,22 +181,18 @@ def test_what_is_wrong_is_found_and_comes_with_what_to_type(doctor, wrong, found
     assert code == any(f.state == "blocks" for f in others.values())
 
 
-def test_a_trainium3_is_known_by_its_family_and_said_to_be_not_tried(doctor):
-    machine = Trn2(packages=TORCH_NEURON, driver="2.31.0.0", instance="trn3pd98.3xlarge")
-    code, others, texts = doctor(machine)
-    assert code == 0 and checks_of(others).keys() == {"checkpoint", "gemma", "profile"}
-    assert texts["profile"].startswith("not tried: the compiler flags")
-    can = texts["can run here"]
-    assert can.startswith("cpu, trn3; not cuda") and "trn2.3xlarge (this is a trn3pd98" in can
-
-
-def test_a_machine_without_neuron_says_what_it_can_run_and_plan(doctor):
+def test_a_machine_without_neuron_and_a_trainium3_say_what_they_can_run_and_plan(doctor):
     code, others, texts = doctor(NOT_NEURON)
     assert code == 0 and checks_of(others).keys() == {"checkpoint", "gemma"} and "driver" not in texts
     can = texts["can run here"]
     assert can.startswith("cpu; not cuda") and "trn2.3xlarge (1 Neuron chips wanted" in can
     assert f"trn2.48xlarge, trn3: {invocation.command('plan')} --checkpoint-path FILE" in texts["can plan here"]
     assert doctor(NOT_NEURON, "--profile", "trn2.48xlarge")[0] == 1
+    code, others, texts = doctor(Trn2(packages=TORCH_NEURON, driver="2.31.0.0", instance="trn3pd98.3xlarge"))
+    assert code == 0 and checks_of(others).keys() == {"checkpoint", "gemma", "profile"}
+    assert texts["profile"].startswith("not tried: the compiler flags")
+    can = texts["can run here"]  # a Trainium3 is known by its family
+    assert can.startswith("cpu, trn3; not cuda") and "trn2.3xlarge (this is a trn3pd98" in can
 
 
 def test_doctor_plan_and_generate_name_the_backend_of_the_installed_stack(doctor, tiny, tmp_path, capsys):
@@ -314,9 +293,7 @@ def test_artifacts_that_are_damaged_block_and_those_that_are_missing_do_not(tmp_
     assert actual().state == "blocks" and actual().fix.endswith("&& make")
 
 
-def test_a_model_larger_than_memory_is_a_note_where_it_is_mapped_and_blocks_where_it_is_loaded(
-    doctor, tiny, monkeypatch
-):
+def test_what_does_not_fit_the_host_or_the_chip_blocks_with_what_does_unless_it_is_mapped(doctor, tiny, monkeypatch):
     monkeypatch.setattr(TensorFile, "fingerprint", "0")
     flags, small = ("--checkpoint-path", tiny.checkpoint), Trn2(meminfo="MemAvailable: 100 kB\n", disk=1000)
     mapped = checks_of(doctor(small, *flags, "--profile", "cpu")[1])["host memory"]
@@ -326,26 +303,19 @@ def test_a_model_larger_than_memory_is_a_note_where_it_is_mapped_and_blocks_wher
     assert memory.state == disk.state == "blocks"
     assert "of one model's weights are loaded at once" in memory.text and "more memory" in memory.fix
     assert "wanted for rank files" in disk.text and "--artifacts-dir" in disk.fix
-
-
-def test_what_does_not_fit_the_chip_blocks_with_what_does_and_a_check_that_raises_is_a_finding(
-    doctor, tiny, monkeypatch
-):
-    flags = "--checkpoint-path", tiny.checkpoint, *CLIP
-    _, others, texts = doctor(Trn2(), *flags)
+    _, others, texts = doctor(Trn2(), *flags, *CLIP)
     assert "fits the 25.77 GB of a core" in texts["device memory"] and "device memory" not in checks_of(others)
     monkeypatch.setitem(plan.ASSUMED, "runtime_bytes_per_core", 30 * GIB)
-    code, others, _ = doctor(Trn2(), *flags)
+    code, others, _ = doctor(Trn2(), *flags, *CLIP)
     finding = checks_of(others)["device memory"]
     assert code == 1 and "GB a core, trn2.3xlarge has 25.77 GB" in finding.text and "--tp-degree" in finding.fix
+
+
+def test_the_table_ends_with_a_verdict_though_a_check_raises(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(System, "memory", lambda self: 1 / 0)
-    code, others, _ = doctor(Trn2())
-    assert code == 0 and any("this check failed: ZeroDivisionError" in text for text in others)
-
-
-def test_the_table_ends_with_a_verdict(tmp_path, monkeypatch, capsys):
     main([], *Trn2().build(tmp_path / "sound", monkeypatch))
-    assert capsys.readouterr().out.splitlines()[-1] == "nothing blocks this run"
+    text = capsys.readouterr().out
+    assert "this check failed: ZeroDivisionError" in text and text.splitlines()[-1] == "nothing blocks this run"
     with pytest.raises(SystemExit):
         main([], *Trn2(listed=BUSY).build(tmp_path / "busy", monkeypatch))
     lines = capsys.readouterr().out.splitlines()
@@ -378,21 +348,17 @@ class Stand(SimpleNamespace):
         return numbers[:, None].expand(-1, groups.WIDTH)
 
 
-@pytest.mark.parametrize(
-    ("partition", "text"),
-    [
+def test_the_probe_of_groups_finds_ranks_that_are_others_or_in_another_order():
+    programs = {"cp": SimpleNamespace(graphs={"collectives": {"outputs": ["gathered", "summed"]}})}
+    for partition, text in (
         (PAIRS, "gathered, summed in 0.25 ms"),
         ([[2, 0], [1, 3]], "rank 0 gathers from ranks [2, 0], wanted [0, 2]: tokens would be mixed"),
         ([[0, 2], [3, 1]], "rank 1 gathers from ranks [3, 1], wanted [1, 3]: tokens would be mixed"),
         ([[0, 1], [2, 3]], "gathered on rank 0 is wrong"),
-    ],
-)
-def test_the_probe_of_groups_finds_ranks_that_are_others_or_in_another_order(partition, text):
-    graph = {"outputs": ["gathered", "summed"]}
-    programs = {"cp": SimpleNamespace(graphs={"collectives": graph})}
-    finding = groups._probed(Stand(partition=partition, programs=programs), "cp", PAIRS)
-    assert (finding.check, finding.text) == ("group cp", f"2 groups of 2 ranks: {text}")
-    assert finding.state == ("ok" if partition == PAIRS else "blocks") and bool(finding.fix) == (partition != PAIRS)
+    ):
+        finding = groups._probed(Stand(partition=partition, programs=programs), "cp", PAIRS)
+        assert (finding.check, finding.text) == ("group cp", f"2 groups of 2 ranks: {text}")
+        assert finding.state == ("ok" if partition == PAIRS else "blocks") and bool(finding.fix) == (partition != PAIRS)
 
 
 def test_groups_are_not_probed_where_something_blocks_or_a_run_has_one_group(doctor, monkeypatch):
@@ -404,5 +370,5 @@ def test_groups_are_not_probed_where_something_blocks_or_a_run_has_one_group(doc
     code, _, texts = doctor(machine, *context)
     assert code == 1 and "8 of 8 logical cores are on free chips, 16 wanted" in texts["cores"]
     assert texts["profile"].startswith("trn2.48xlarge: 16 ranks, backend nxd (") and taken == []
-    doctor(replace(machine, chips=16, listed=[chip(index) for index in range(16)]), *context)
+    doctor(machine._replace(chips=16, listed=[chip(index) for index in range(16)]), *context)
     assert taken == [4]

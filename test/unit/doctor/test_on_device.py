@@ -1,30 +1,24 @@
 """test/device without a device: its time, the three-way rule, and what it probes."""
 
 import re
-import textwrap
 
 import pytest
 from device import bench as device_bench
 from device import measurements, probes
-from device.bench import Bench, Section
+from device.bench import Bench, Section, rehearsal
 from device.comparisons import three_way
-from device_rehearsal import rehearsal
 from helpers import ended, one_thread, randn, within  # noqa: F401
 
 from ltx_neuron.errors import UserError
 
 # Asks to be left alone, as what hangs in a driver does, and has a child.
 HANGS = """
-    import signal, subprocess, sys, time
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    print("child", child.pid, flush=True)
-    time.sleep(600)
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print("child", child.pid, flush=True)
+time.sleep(600)
 """
-
-
-def section(name: str, minutes: float, *needs: str) -> Section:
-    return Section(name, minutes, lambda bench: (), needs)
 
 
 @pytest.mark.parametrize(
@@ -33,24 +27,24 @@ def section(name: str, minutes: float, *needs: str) -> Section:
 def test_a_section_that_hangs_is_stopped_with_all_it_started(tmp_path, monkeypatch, minutes, estimate, why):
     monkeypatch.setattr(device_bench, "TIDY_SECONDS", 0.5)
     bench = rehearsal(tmp_path, minutes)
-    bench.begin(section("hangs", estimate))
+    bench.begin(Section("hangs", estimate, None))
     with within(30), pytest.raises(pytest.skip.Exception, match=f"hangs was stopped after 0.*{why}") as stopped:
-        bench.run("hangs", "-c", textwrap.dedent(HANGS))
+        bench.run("hangs", "-c", HANGS)
     assert ended([int(re.search(r"child (\d+)", str(stopped.value))[1])])
     assert bench.page.read_text() == "\n## hangs\n\n"
     if why == "the budget ended":
         with pytest.raises(pytest.skip.Exception, match=r"takes about 1 minutes, 0\.0 are left"):
-            bench.begin(section("next", 1))
+            bench.begin(Section("next", 1, None))
     else:
-        bench.begin(section("next", 1))
+        bench.begin(Section("next", 1, None))
 
 
 def test_a_section_waits_for_those_it_needs_and_a_failed_script_shows_its_last_lines(tmp_path):
     bench = rehearsal(tmp_path)
     with pytest.raises(pytest.skip.Exception, match="needs tiny compiles"):
-        bench.begin(section("step", 1, "tiny_compiles"))
+        bench.begin(Section("step", 1, None, ("tiny_compiles",)))
     bench.done.add("tiny_compiles")
-    bench.begin(section("step", 1, "tiny_compiles"))
+    bench.begin(Section("step", 1, None, ("tiny_compiles",)))
     with pytest.raises(pytest.fail.Exception, match=r"(?s)wrong ended with exit code 3 .*said last"):
         bench.run("wrong", "-c", "print('said last'); raise SystemExit(3)")
     assert bench.run("right", "-c", "print('said'); raise SystemExit(1)", codes=(0, 1)) == "said\n"

@@ -1,7 +1,6 @@
-"""The host models against ltx-core's own, built by its own loader from the same tiny checkpoint."""
+"""The host models against ltx-core's own, built by its own loader; and where windows of a chunked clip meet."""
 
 import errno
-import json
 import subprocess
 import sys
 import threading
@@ -10,22 +9,27 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import av
+import numpy as np
 import pytest
 import torch
+from clips import first_loud
 from engines import opened_workspace
-from helpers import one_thread, rational_upsampler, rel, rewrite  # noqa: F401
+from helpers import made_config, one_thread, rational_upsampler, rel, rewrite, tone  # noqa: F401
 from jobs import make_job, replace
-from safetensors import safe_open
 
 from ltx_neuron.backends.tiles import RankSound, RankTiles
 from ltx_neuron.config.common import CHECKPOINT_DOWNLOAD
 from ltx_neuron.config.profiles import PROFILES
 from ltx_neuron.engine.decode import Decoder
+from ltx_neuron.engine.film import Film, JoinedSound, blended
 from ltx_neuron.engine.outputs import JobRun
 from ltx_neuron.engine.run import Engine
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.host.models import HostModels
+from ltx_neuron.job import Job
 from ltx_neuron.report.latency import Recorder
+from ltx_neuron.sampling.chunks import layout
 from ltx_neuron.text.encoders import Contexts
 
 # Long enough (11 latent frames are 81) that the reference's default tiling cuts it into two overlapping pieces.
@@ -33,17 +37,14 @@ VIDEO_SHAPE = (1, 128, 11, 2, 3)
 AUDIO_SHAPE = (1, 8, 5, 16)
 # Sums in another order move a value by about 1e-6, and frames are cut to whole numbers.
 FRAME_COUNTS = 1
-
-
-def metadata_config(path):
-    with safe_open(path, "pt") as file:
-        return json.loads(file.metadata()["config"])
+CONFIG = made_config()[0]  # of the tiny checkpoint
+RATE, SOUND = 24.0, 48000  # of a chunked clip
 
 
 def host_models(tiny, dtype=torch.float32, **paths):
     upsamplers = dict(spatial_upsampler_path=tiny.spatial_upsampler, temporal_upsampler_path=tiny.temporal_upsampler)
     checkpoint = paths.pop("checkpoint", tiny.checkpoint)
-    return HostModels(checkpoint, metadata_config(tiny.checkpoint), dtype, **(upsamplers | paths))
+    return HostModels(checkpoint, CONFIG, dtype, **(upsamplers | paths))
 
 
 def latent(shape):
@@ -131,14 +132,13 @@ def test_a_run_in_bfloat16_encodes_and_upsamples_in_what_is_faster_here(tiny, ch
 
 
 def test_an_encoder_and_a_decoder_unlike_the_released_ones_are_ltx_cores_own(tiny, tmp_path):
-    config = metadata_config(tiny.checkpoint)["vae"]
-    vae = config | {"causal_decoder": True}
+    vae = CONFIG["vae"] | {"causal_decoder": True}
     path = rewrite(tiny.checkpoint, tmp_path / "causal.safetensors", lambda _: None, {"vae": vae})
     models = HostModels(path, {"vae": vae}, torch.float32)
     (frames,) = models.decode_video(latent((1, 128, 2, 2, 3)))
     assert torch.equal(frames, decoded_by_ltx_core(path, (1, 128, 2, 2, 3)))
     assert type(models.video_decoder).__name__ == "VideoDecoder"
-    vae = config | {"spatial_padding_mode": "reflect"}
+    vae = CONFIG["vae"] | {"spatial_padding_mode": "reflect"}
     path = rewrite(tiny.checkpoint, tmp_path / "reflect.safetensors", lambda _: None, {"vae": vae})
     clip = latent((1, 3, 9, 64, 64)).clip(-1, 1)
     exact, host = (HostModels(path, {"vae": vae}, torch.float32, host_dtype=chosen) for chosen in (None, torch.float32))
@@ -216,10 +216,10 @@ def test_a_writer_that_fails_ends_the_decoding_of_its_clip(decoding):
     assert decoding.recorder.report({}, "cpu", 1, {}, {})["clips"] == 0
 
 
-def test_nan_in_a_late_tile_leaves_no_video(decoding, tmp_path):
+def test_nan_in_a_late_tile_leaves_no_video_and_the_decoder_is_not_blamed_for_it(decoding, tmp_path):
     video = latent(LONG_SHAPE)
     video[:, :, -1] = float("nan")
-    with pytest.raises(RunError, match="in the inputs of the video decoder"):
+    with pytest.raises(RunError, match="in the inputs of the video decoder: .*not its weights"):
         decoding(video, lambda clip: clip.write(tmp_path / "out.mp4"))
     assert len(decoding.calls) == 5 and list(tmp_path.iterdir()) == []
 
@@ -259,19 +259,14 @@ def test_a_model_whose_weights_are_broken_is_named_with_their_file(tiny, tmp_pat
     assert (CHECKPOINT_DOWNLOAD in str(error.value)) == (path == "checkpoint")
 
 
-def test_a_model_that_was_given_nan_is_not_blamed(tiny, monkeypatch):
-    monkeypatch.setitem(globals(), "latent", lambda shape: torch.full(shape, float("nan")))
-    for model in ("video decoder", "audio decoder", "spatial upsampler"):
-        with pytest.raises(RunError, match=f"in the inputs of the {model}: .*not its weights"):
-            RUNS[model][1](host_models(tiny))
-
-
-def test_a_model_is_built_once_until_it_is_released(tiny):
-    models = host_models(tiny)
-    first = models.video_statistics
-    assert models.video_statistics is first
+def test_a_model_is_built_once_until_it_is_released_and_those_of_hdr_compute_in_float32(tiny):
+    models = host_models(tiny, torch.bfloat16, host_dtype=torch.bfloat16)
+    first, exact = models.video_statistics, models.exact
+    assert models.video_statistics is first and models.exact is exact
+    assert exact.dtype == exact.latent_dtype == exact.host_dtype == torch.float32
+    assert models.dtype == models.latent_dtype == torch.bfloat16
     models.release()
-    assert models.video_statistics is not first
+    assert models.video_statistics is not first and "exact" not in vars(models)
 
 
 def test_every_wrong_tensor_is_listed_in_one_error_but_those_that_nobody_reads(tiny, tmp_path):
@@ -280,18 +275,14 @@ def test_every_wrong_tensor_is_listed_in_one_error_but_those_that_nobody_reads(t
         tensors["vae.decoder.surplus"] = torch.zeros(1)
         tensors["vae.per_channel_statistics.std-of-means"] = torch.zeros(3)
 
-    def add(tensors):
-        tensors["vae.per_channel_statistics.mean-of-stds"] = torch.zeros(128)
-
-    damaged, older = (
-        host_models(tiny, checkpoint=rewrite(tiny.checkpoint, tmp_path / f"{change.__name__}.safetensors", change))
-        for change in (damage, add)
-    )
+    damaged = host_models(tiny, checkpoint=rewrite(tiny.checkpoint, tmp_path / "damaged.safetensors", damage))
     with pytest.raises(UserError) as error:
         next(damaged.decode_video(latent((1, 128, 1, 2, 2))))
     wrong = "missing: vae.decoder.conv_in.conv.bias", "unexpected: vae.decoder.surplus", "--checkpoint-path"
     assert all(text in str(error.value) for text in (*wrong, "std-of-means: (3,), wanted (128,)"))
-    (frames,) = older.decode_video(latent((1, 128, 1, 2, 2)))
+    unread = {"vae.per_channel_statistics.mean-of-stds": torch.zeros(128)}
+    older = rewrite(tiny.checkpoint, tmp_path / "older.safetensors", lambda tensors: tensors.update(unread))
+    (frames,) = host_models(tiny, checkpoint=older).decode_video(latent((1, 128, 1, 2, 2)))
     assert frames.shape == (1, 64, 64, 3)
 
 
@@ -326,3 +317,81 @@ def test_ranks_that_decode_picture_and_sound_in_two_threads_do_one_at_a_time():
         for done in [pool.submit(decoder._run, "vae", "frames", [{}]) for decoder in decoders]:
             done.result()
     assert most == [1, 1]
+
+
+def test_frames_of_the_carry_are_mixed_into_the_end_of_the_window_before():
+    windows = layout(73, 41, 17, 3)
+    values = (0.0, 0.8, 0.4)
+
+    def shown(windows, size: int) -> list[int]:
+        parts = ((w, torch.full((w.frames, 1, 2, 3), x).split(size)) for w, x in zip(windows, values, strict=True))
+        return torch.cat([*blended(parts)])[:, 0, 0, 0].tolist()
+
+    for size in (1, 5, 41):  # frames decoded at a time
+        mixed = [(a + (b - a) * k / 4) * 255 for a, b in ((0.0, 0.8), (0.8, 0.4)) for k in (1, 2, 3)]
+        wanted = [0] * 38 + mixed[:3] + [204] * 21 + mixed[3:] + [102] * 8
+        assert shown(windows, size) == pytest.approx(wanted, abs=1)
+    assert shown(layout(73, 41, 17, 0), 5) == [0] * 41 + [204] * 24 + [102] * 8
+
+
+def test_sounds_cross_in_40_ms_without_a_step_and_as_many_samples_are_taken_as_will_not_change():
+    windows, whole = layout(73, 41, 17, 17), JoinedSound(SOUND, RATE)
+    parts = JoinedSound(SOUND, RATE)
+    sound, taken = tone(SOUND, 73 / RATE), []
+    for window in windows:
+        first = round(window.start / RATE * SOUND)
+        piece = sound[:, first : first + round(window.frames / RATE * SOUND)]
+        whole.add(window, piece)
+        parts.add(window, piece)
+        taken.append(parts.take(sum(x.shape[1] for x in taken), 10**9))
+    assert torch.equal(torch.cat(taken, 1), whole.samples) and parts.samples.shape[1] == 0
+    # cos and sin of one sound: at most its square root of two, and the same one everywhere else
+    assert whole.samples.shape == sound.shape
+    crossed = slice(round(41 / RATE * SOUND) - 1920, round(41 / RATE * SOUND))
+    assert torch.equal(whole.samples[:, : crossed.start], sound[:, : crossed.start])
+    assert (whole.samples[:, crossed] - sound[:, crossed]).abs().max() < 0.25
+
+
+# Whether the sound is a file's, windows are decoded ahead, and all are shown at the end
+@pytest.mark.parametrize(("given", "ahead", "late"), [(False, False, False), (True, True, False), (False, False, True)])
+def test_flash_and_click_of_every_second_stay_within_a_frame_over_the_whole_clip(given, ahead, late, tmp_path):
+    """The windows' decoders are stand-ins that show a flash and sound a click at each second of the clip."""
+    fields = {"chunk_pixel_frames": 41, "chunk_carry_frames": 17} | ({"audio_path": "song.wav"} if given else {})
+    job = Job.validated({"prompt": "a storm", "height": 64, "width": 64, "num_frames": 41 + 24 * 7, **fields})
+    chunks = [window.chunk for window in job.windows]
+
+    def clicks(start: float, seconds: float) -> torch.Tensor:
+        sound = torch.zeros(2, round(seconds * SOUND))
+        for second in range(1, 9):
+            at = round((second - start) * SOUND)
+            if 0 <= at < sound.shape[1]:
+                sound[:, at : at + 300] = 0.8
+        return sound
+
+    def pictures(latent, seed, keyframes, exact):
+        chunk = chunks[seed - job.seed]
+        times = torch.arange(chunk.start, chunk.start + chunk.frames)
+        yield (times % 24 == 0)[:, None, None, None].float().expand(-1, 64, 64, 3).clone()
+
+    def sound(latent):  # as long as the vocoder's: less than the window
+        rows = 4 * round(41 / RATE * 25) - 3  # a hundredth of a second each
+        return clicks(chunks[int(latent)].start / RATE, rows / 100)
+
+    host = SimpleNamespace(sample_rate=SOUND)
+    decoder, run = Decoder(host, Recorder(), ahead, pictures, sound), JobRun(job)
+    path, heard = tmp_path / "storm.mp4", []
+    whole = {"waveform": clicks(0, 9), "waveform_rate": torch.tensor(SOUND)}
+    with Film(decoder, run, lambda clip: clip.write(path), True, not ahead, late, lambda: None) as film:
+        for chunk in chunks:
+            run.window = chunk.number
+            run.tensors = {"s1_video": torch.zeros(1), "s1_audio": torch.tensor(chunk.number)} | whole
+            film.add_window()
+        film.result()
+    with av.open(str(path)) as file:
+        seen = [frame.time for frame in file.decode(video=0) if frame.to_ndarray(format="gray").mean() > 100]
+    with av.open(str(path)) as file:
+        samples = np.concatenate([frame.to_ndarray() for frame in file.decode(audio=0)], 1)
+    while (at := first_loud(samples[:, (skipped := int(heard[-1] * SOUND) + 4800 if heard else 0) :])) is not None:
+        heard.append((skipped + at) / SOUND)
+    assert len(seen) == len(heard) + 1 == 9 and seen[0] == 0  # the first picture is a flash too
+    assert max(abs(a - b) for a, b in zip(seen[1:], heard, strict=True)) < 1 / RATE

@@ -12,8 +12,7 @@ from jobs import make_job, replace
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ltx_neuron.config.diffusion import DIFFUSION_VAE
-from ltx_neuron.config.diffusion import EMBEDDING as EMBEDDING_NAME
+from ltx_neuron.config import diffusion
 from ltx_neuron.engine.decode import Decoder
 from ltx_neuron.engine.outputs import JobRun
 from ltx_neuron.engine.preflight import notes
@@ -25,7 +24,6 @@ from ltx_neuron.report.latency import Recorder
 
 FP32 = 2e-6  # relative, after all layers
 SHAPE = 3, 3, 3
-SIDES = tuple(32 * side for side in SHAPE[1:])
 FRAMES = 0, 3, 9, 14  # of keyframes
 EMBEDDING = randn(8, seed=11)
 # Every fifth row and column of the frames, as tools/golden/keyframe_decoder.py records them of the definition.
@@ -49,7 +47,7 @@ def pixels(planes: dict[int, Tensor], embedding: Tensor | None = EMBEDDING, **co
 
 def test_a_clip_attends_to_its_keyframes_as_the_definition_says():
     frames = pixels(keyframes())
-    assert frames.shape == (3, 17, *SIDES)
+    assert frames.shape == (3, 17, 96, 96)
     assert rel(frames[..., ::STEP, ::STEP], load_file(GOLDEN)["frames"]) < FP32
     assert rel(pixels(keyframes(), span=3, tile=5), frames) < FP32  # whatever the spans and tiles
     others = [pixels({}), pixels(keyframes((0, 3, 9))), pixels(keyframes((0, 3, 9, 15))), pixels(keyframes(), None)]
@@ -61,7 +59,7 @@ def test_a_files_embedding_is_read_where_it_has_one(tmp_path):
     for number, tensors in enumerate(({"vae.decoder.type_emb": EMBEDDING}, {})):
         models = HostModels(write(tmp_path / f"{number}.safetensors", **tensors), {"vae": VAE}, torch.float32)
         clips.append(torch.cat([*models.decode_video(latent(SHAPE), seed=SEED, keyframes=keyframes())]))
-    assert clips[0].shape == clips[1].shape == (17, *SIDES, 3) and not torch.equal(*clips)
+    assert clips[0].shape == clips[1].shape == (17, 96, 96, 3) and not torch.equal(*clips)
 
 
 def test_memory_grows_with_the_length_and_is_larger_than_without_keyframes():
@@ -107,7 +105,7 @@ def test_dfrs_keyframes_inside_the_clip_are_decoded_in_their_order():
     assert not replace(job, recipe="dev", compat="ltx-pipelines-1.2.0").reads_keyframes
 
 
-def test_what_does_not_fit_is_refused():
+def test_what_does_not_fit_is_refused_and_a_file_that_cannot_use_the_keyframes_is_named():
     READING.check()
     one_stage = replace(TWO_STAGES, two_stage=False)
     for message, changes in (
@@ -117,13 +115,10 @@ def test_what_does_not_fit_is_refused():
     ):
         with pytest.raises(FieldError, match=message):
             replace(READING, **changes).check()
-
-
-def test_a_file_that_cannot_use_the_keyframes_is_named():
     for kind, names, printed in (
         (None, (), ["convolutional decoder does not read keyframes"]),
-        (DIFFUSION_VAE, (), ["zeros take the place of this embedding"]),
-        (DIFFUSION_VAE, (EMBEDDING_NAME,), []),
+        (diffusion.DIFFUSION_VAE, (), ["zeros take the place of this embedding"]),
+        (diffusion.DIFFUSION_VAE, (diffusion.EMBEDDING,), []),
     ):
         file = SimpleNamespace(path="vae.safetensors", shapes=names)
         files = SimpleNamespace(of=lambda section, file=file: file)

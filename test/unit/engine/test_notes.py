@@ -1,10 +1,9 @@
 """What changes a result without an error is a note: printed once, in the sidecar and in the API's answer."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
-from service_app import FORM, SIZE, Sent, form, opened
+from service_app import opened
 from typed import said
 
 from ltx_neuron.artifacts.workspace import RunOptions
@@ -49,25 +48,22 @@ def test_a_note_of_many_jobs_is_one_line_that_is_printed_once_and_in_the_sidecar
     jobs = [said("--prompt", f"rain {n}").replaced(seed=-1) for n in range(30)]
     jobs.append(said("--prompt", WORDS))
     checks = Preflight(workspace, SimpleNamespace(upsampler_paths={}), RunOptions())
-    numbers = {id(job): number for number, job in enumerate(jobs, 1)}
-    checks.title_of = lambda job: f"line {numbers[id(job)]}"
+    checks.title_of = lambda job: f"line {1 + jobs.index(job)}"
     for _ in range(2):
         checks.print_notes(jobs)
     seed, cut = capsys.readouterr().out.splitlines()
     assert seed == "line 1 and 29 more: --seed -1 is a seed like any other, not a random one"
     assert cut.startswith("line 31: --prompt has 4,890 tokens")
     report = Recorder().report(jobs[0].describe(), "cpu", 1, {}, {"code": ""})
-    assert sidecar(jobs[0], report, [seed])["notes"] == [seed]
+    report["phases"] = [phase := {"name": "decode_video", "seconds": 1.0}, phase | {"overlapped_seconds": 0.5}]
+    written = sidecar(jobs[0], report, [seed])
+    assert (written["notes"], written["seconds"]) == ([seed], {"decode_video": 2.5})
 
 
 def test_the_api_answers_with_the_notes_in_its_own_words(workspace, tmp_path):
     with opened(tmp_path) as service:
         service.sizes.workspace.tokenizer = workspace.tokenizer
-        answers = []
-        for prompt, seed in ((WORDS, "-1"), ("rain", "1")):
-            body = form({"prompt": prompt, "seed": seed, "size": SIZE})
-            answer = service.ask(Sent("POST", "/v1/videos", b"", service.headers(FORM), body))
-            answers.append(json.loads(answer.body)["notes"])
-    (cut, seed), none = answers
-    assert cut.startswith("prompt has 4,890 tokens and is cut to 1,024") and none == []
+        cut, seed = service.post(prompt=WORDS, seed=-1).json["notes"]
+        assert service.post(seed=1).json["notes"] == []
+    assert cut.startswith("prompt has 4,890 tokens and is cut to 1,024")
     assert seed == "seed -1 is a seed like any other, not a random one"

@@ -11,25 +11,17 @@ from jobs import make_job, replace
 
 from ltx_neuron import batch
 from ltx_neuron.batch import RESULTS, Line, Results
-from ltx_neuron.engine.outputs import (
-    OutputPaths,
-    is_log,
-    is_sidecar,
-    logging_failure,
-    sibling_files,
-    sidecar,
-    write_run_tensors,
-)
+from ltx_neuron.engine.outputs import OutputPaths, is_log, logging_failure, sibling_files, sidecar, write_run_tensors
 from ltx_neuron.errors import UserError
-from ltx_neuron.files import MARK, write_json
+from ltx_neuron.files import MARK
 from ltx_neuron.host.video import write_frames
 from ltx_neuron.pipeline import LTXPipeline
 from ltx_neuron.report.__main__ import main as print_report
 from ltx_neuron.report.latency import Recorder
 from ltx_neuron.weights.tensorfile import write_tensors
 
-SIDECAR = dict.fromkeys(("sigmas", "profile", "tp", "versions", "identity", "prompt"), "")
-LATENCY_REPORT = dict.fromkeys(("profile", "tp", "versions", "identity"), "") | {"schema": 1}
+REPORT = Recorder().report(make_job("rain").describe(), "cpu", 1, {}, {"code": ""})
+SIDECAR = sidecar(make_job("rain"), REPORT)
 TWO_FRAMES = torch.zeros(2, 4, 4, 3, dtype=torch.uint8)
 
 
@@ -49,44 +41,30 @@ def write_state(path: Path) -> None:
     write_run_tensors(path, {"s1_video": torch.zeros(1), "generator_state": generator}, {})
 
 
-@pytest.fixture
-def linked(tmp_path):
-    """image.png, which out.mp4 links to; artifacts, which `linked` links to, with a link to a file that is
-    absent; gemma with a link to blob."""
+def test_an_output_over_an_input_or_another_output_is_refused(tmp_path):
     for folder in ("artifacts", "gemma"):
         (tmp_path / folder).mkdir()
     for name in ("image.png", "blob"):
         (tmp_path / name).write_bytes(b"content")
-    links = {"out.mp4": "image.png", "linked": "artifacts"}
-    links |= {"artifacts/out.mp4": tmp_path / "elsewhere.mp4", "gemma/model.safetensors": tmp_path / "blob"}
-    for link, target in links.items():
+    links = {"out.mp4": "image.png", "linked": "artifacts", "gemma/model.safetensors": tmp_path / "blob"}
+    for link, target in (links | {"artifacts/out.mp4": tmp_path / "absent.mp4"}).items():
         (tmp_path / link).symlink_to(target)
-    return tmp_path
-
-
-IN_FOLDER, NEW = "is in the input folder of --artifacts", "linked/../artifacts/new/out.mp4"
-STATE = {"video": "a.mp4", "tensors": "a.resume.safetensors"}
-
-
-@pytest.mark.parametrize(
-    ("outputs", "inputs", "message"),
-    [
+    before = {path: path.lstat() for path in tmp_path.rglob("*")}
+    a, in_folder, artifacts = {"video": "a.mp4"}, "is in the input folder of --artifacts", {"artifacts": "artifacts"}
+    for outputs, inputs, message in (
         ({"video": "out.mp4"}, {"image": "image.png"}, "--image and --output-path are the same file {}/out.mp4; pass "),
-        ({"video": "linked/out.mp4"}, {"artifacts": "artifacts"}, IN_FOLDER),
-        ({"video": NEW}, {"artifacts": "artifacts"}, IN_FOLDER),
-        ({"video": "a.mp4", "tensors": "blob"}, {"gemma": "gemma"}, "--gemma and --save-tensors are the same file"),
-        (STATE, {}, "the state of --output-path and --save-tensors are the same file"),
-        ({"video": "a.mp4", "tensors": "new", "report": "new/report.json"}, {}, "{}/new is a file for one of "),
-        ({"video": "a.mp4", "tensors": "new/tensors", "report": "new"}, {}, "{}/new is a file for one of "),
-        ({"video": "a.mp4", "frames": "a.mp4"}, {}, "and a folder for the other"),
-        ({"video": "a.mp4", "report": "a.failure.log"}, {}, "the log of --output-path and --perf-dump-path"),
-    ],
-)
-def test_an_output_over_an_input_or_another_output_is_refused(linked, outputs, inputs, message):
-    before = {path: path.lstat() for path in linked.rglob("*")}
-    outputs, inputs = ({name: linked / path for name, path in paths.items()} for paths in (outputs, inputs))
-    assert message.format(linked) in refusal(OutputPaths(**outputs), **inputs)
-    assert {path: path.lstat() for path in linked.rglob("*")} == before
+        ({"video": "linked/out.mp4"}, artifacts, in_folder),
+        ({"video": "linked/../artifacts/new/out.mp4"}, artifacts, in_folder),
+        (a | {"tensors": "blob"}, {"gemma": "gemma"}, "--gemma and --save-tensors are the same file"),
+        (a | {"tensors": "a.resume.safetensors"}, {}, "the state of --output-path and --save-tensors are the same"),
+        (a | {"tensors": "new", "report": "new/report.json"}, {}, "{}/new is a file for one of "),
+        (a | {"tensors": "new/tensors", "report": "new"}, {}, "{}/new is a file for one of "),
+        (a | {"frames": "a.mp4"}, {}, "and a folder for the other"),
+        (a | {"report": "a.failure.log"}, {}, "the log of --output-path and --perf-dump-path"),
+    ):
+        outputs, inputs = ({name: tmp_path / path for name, path in paths.items()} for paths in (outputs, inputs))
+        assert message.format(tmp_path) in refusal(OutputPaths(**outputs), **inputs)
+    assert {path: path.lstat() for path in tmp_path.rglob("*")} == before
 
 
 def test_outputs_apart_from_inputs_are_accepted_and_nothing_is_made(tmp_path):
@@ -122,7 +100,7 @@ def test_neither_the_plot_of_a_report_nor_the_video_of_the_api_is_written_over_a
 
 # What an earlier run wrote, and other files of that name: texts, or what writes them
 REPLACED = {
-    "out.json": [json.dumps(SIDECAR), "{}", "[]", "my notes", json.dumps(LATENCY_REPORT)],
+    "out.json": [json.dumps(SIDECAR), "{}", "[]", "my notes", json.dumps(REPORT)],
     "out.resume.safetensors": [
         write_state,
         "weights of mine",
@@ -144,22 +122,10 @@ def test_a_runs_own_files_are_replaced_and_other_files_of_their_names_are_not(tm
     ours, *others = REPLACED[name]
     for content in (*others, os.mkfifo, lambda path: path.symlink_to("absent")):
         write(content)
-        assert refusal(outputs) == (
-            f"{path} exists and this toolkit did not write it; move it or choose another --output-path"
-        )
+        wanted = f"{path} exists and this toolkit did not write it; move it or choose another --output-path"
+        assert refusal(outputs) == wanted
     write(ours)
     outputs.check({})
-
-
-def test_a_sidecar_that_a_run_writes_is_known_again(tmp_path):
-    job, recorder = make_job("rain"), Recorder()
-    report = recorder.report(job.describe(), "cpu", 1, {}, {"code": ""})
-    phase = {"name": "decode_video", "seconds": 1.0}
-    report["phases"] = [phase, phase | {"overlapped_seconds": 0.5}]
-    assert sidecar(job, report)["seconds"] == {"decode_video": 2.5}
-    write_json(tmp_path / "out.json", sidecar(job, report))
-    write_json(tmp_path / "report.json", report)
-    assert is_sidecar(tmp_path / "out.json") and not is_sidecar(tmp_path / "report.json")
 
 
 def test_a_run_that_fails_leaves_a_log_and_its_state_and_a_finished_one_neither(tmp_path, capsys):
@@ -182,29 +148,22 @@ def test_a_run_that_fails_leaves_a_log_and_its_state_and_a_finished_one_neither(
     assert not log.exists() and not state.exists()
 
 
-def test_an_input_or_output_with_the_name_of_a_frame_is_refused(tmp_path):
-    frames = tmp_path / "fr"
-    list(write_frames(frames, [TWO_FRAMES]))
+def test_frames_of_an_earlier_run_are_replaced_but_not_other_files_with_the_name_of_a_frame(tmp_path):
+    folder = tmp_path / "fr"
+    outputs = OutputPaths(tmp_path / "out.mp4", frames=folder)
+    list(write_frames(folder, [TWO_FRAMES]))
     (tmp_path / "soft.png").symlink_to("fr/frame_00001.png")
     for image in ("fr/../fr/frame_00001.png", "soft.png"):
-        message = refusal(OutputPaths(tmp_path / "out.mp4", frames=frames), image=tmp_path / image)
+        message = refusal(outputs, image=tmp_path / image)
         assert "--image and frame_00001.png of --save-frames are the same file" in message
     for name in ("tensors", "report"):
-        outputs = OutputPaths(tmp_path / "out.mp4", frames=frames, **{name: frames / "frame_00099.png"})
-        assert "frame_00099.png of --save-frames are the same file" in refusal(outputs)
-
-
-def test_frames_of_an_earlier_run_are_replaced_and_pictures_of_others_are_not(tmp_path):
-    folder = tmp_path / "holiday"
-    list(write_frames(folder, [TWO_FRAMES]))
+        message = refusal(replace(outputs, **{name: folder / "frame_00099.png"}))
+        assert "frame_00099.png of --save-frames are the same file" in message
     (folder / "notes.txt").write_text("kept")
-    outputs = OutputPaths(tmp_path / "out.mp4", frames=folder)
     outputs.check({})
     (folder / "frame_00300.png").write_bytes(b"\x89PNG of others")
-    assert refusal(outputs) == (
-        f"{folder}/frame_00300.png exists and this toolkit did not write it; pass an empty"
-        " folder with --save-frames DIR"
-    )
+    others = f"{folder}/frame_00300.png exists and this toolkit did not write it; pass an empty folder with"
+    assert refusal(outputs) == f"{others} --save-frames DIR"
     list(write_frames(folder, [TWO_FRAMES[:1]]))  # frame_00001.png was ours, and is stale
     assert sorted(os.listdir(folder)) == ["frame_00000.png", "frame_00300.png", "notes.txt"]
 

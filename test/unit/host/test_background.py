@@ -54,14 +54,8 @@ def test_functions_run_beside_their_caller_one_after_another_with_results_and_er
     assert order == [1, 2, 3]
     with pytest.raises(ZeroDivisionError):
         result_of(lambda: 1 / 0)
-
-
-def test_leaving_the_block_cancels_the_functions_silently(capsys):
-    with within(SOON), pytest.raises(KeyboardInterrupt), Background() as thread:
-        running, later = thread.submit(run_for_ever), thread.submit(run_for_ever)
-        raise KeyboardInterrupt
-    assert isinstance(running.exception(), Cancelled) or running.cancelled()
-    assert later.cancelled() and capsys.readouterr().err == ""
+    with pytest.raises(ZeroDivisionError), Workers(3) as workers:
+        workers.map(lambda _: 1 / 0, range(9))
 
 
 def test_cancelling_ends_nested_threads_leaves_their_with_blocks_and_other_threads_alone():
@@ -85,19 +79,21 @@ def test_cancelling_ends_nested_threads_leaves_their_with_blocks_and_other_threa
     assert left == [True]
 
 
-def test_ctrl_c_and_the_error_of_a_poll_end_the_waiting_and_cancel_the_function():
+def test_ctrl_c_and_the_error_of_a_poll_end_the_waiting_and_cancel_the_functions_silently(capsys):
     with within(SOON), pytest.raises(ZeroDivisionError), Background() as thread:
-        wait_for(thread.submit(run_for_ever), lambda: 1 // 0)
+        running, later = thread.submit(run_for_ever), thread.submit(run_for_ever)
+        wait_for(running, lambda: 1 // 0)
+    assert isinstance(running.exception(), Cancelled) and later.cancelled()
     interrupt = threading.Timer(0.05, signal.raise_signal, [signal.SIGINT])
     interrupt.start()
     with within(SOON), pytest.raises(KeyboardInterrupt):
         result_of(run_for_ever)
     interrupt.join()
+    assert capsys.readouterr().err == ""
 
 
 def test_a_thread_that_begins_while_workers_are_made_has_the_usual_number_of_threads():
-    """A clip's latents are upsampled while the last one's frames and sound are decoded, each by workers of its
-    own: with another number of threads, the video would have other bits."""
+    """With another number, a video would have other bits."""
     torch.set_num_threads(3)
     over, counts, own = threading.Event(), [], set()
 

@@ -5,13 +5,11 @@ import json
 import pytest
 import torch
 from conftest import ROOT
-from helpers import made_config
-from safetensors import safe_open
+from helpers import made_config, rewrite
 from safetensors.torch import load_file, save_file
 from typed import parsed
 
 from ltx_neuron import flags
-from ltx_neuron.batch import read_lines
 from ltx_neuron.commands import generate, prepare
 from ltx_neuron.engine.run import lasting
 from ltx_neuron.errors import UserError
@@ -29,14 +27,6 @@ def checkpoint(folder, version: str = "2.5.0") -> Checkpoint:
     metadata = {"config": json.dumps(CONFIG), "model_version": version}
     save_file({"a": torch.zeros(1)}, folder / "ltx.safetensors", metadata)
     return Checkpoint(folder / "ltx.safetensors")
-
-
-def head_file(path, config: str | None = None, **tensors):
-    """A copy of the golden head's file with another config or more tensors."""
-    with safe_open(GOLDEN, "pt") as file:
-        metadata = file.metadata() | ({"config": config} if config else {})
-    save_file(load_file(GOLDEN) | tensors, path, metadata)
-    return path
 
 
 def test_the_head_predicts_the_seconds_of_ltx_core_from_both_streams(tmp_path):
@@ -62,13 +52,15 @@ def test_a_head_of_another_release_of_other_widths_or_with_other_tensors_is_refu
     message = "is a duration head of LTX 2.5.0.* is of LTX-2.3, which has none\nLeave .*, and type --num-frames N"
     with pytest.raises(UserError, match=message):
         duration_head_spec(GOLDEN, checkpoint(tmp_path, "2.3.0"), TRANSFORMER)
-    fitting, config = checkpoint(tmp_path), json.dumps({"transformer": {}, "duration_head": {}})
+    fitting = checkpoint(tmp_path)
     with pytest.raises(UserError, match="wanted a duration head, got a transformer of LTX 2.5.0\nDownload it: hf"):
         duration_head_spec(fitting.path, fitting, TRANSFORMER)
-    wide = head_file(tmp_path / "wide.safetensors", config=config)
+    wide = {"transformer": {}, "duration_head": {}}
+    wide = rewrite(GOLDEN, tmp_path / "wide.safetensors", lambda _: None, wide)
     with pytest.raises(UserError, match=r"of widths \(4096, 2048\), but .* have widths \(32, 16\)"):
         duration_head_spec(wide, fitting, TRANSFORMER)
-    more = head_file(tmp_path / "more.safetensors", **{"duration_head.mlp_more.bias": torch.zeros(1)})
+    surplus = {"duration_head.mlp_more.bias": torch.zeros(1)}
+    more = rewrite(GOLDEN, tmp_path / "more.safetensors", lambda tensors: tensors.update(surplus))
     with pytest.raises(UserError, match="unexpected: duration_head.mlp_more.bias"):
         duration_head_spec(more, fitting, TRANSFORMER).load()
 
@@ -79,7 +71,7 @@ def job(*words: str, head: str | None = "head.safetensors"):
     return flags.job(args)
 
 
-def test_the_length_is_predicted_where_a_head_is_given_and_no_length():
+def test_the_length_is_predicted_where_a_head_is_given_and_no_length_in_the_command_or_a_line():
     more = ("--tail-frames", "8", "--frame-rate", "25")
     predicted, typed = job(*more), job(*more, "--num-frames", "73")
     assert predicted.auto_duration == AutoDuration(1, 20)
@@ -90,18 +82,12 @@ def test_the_length_is_predicted_where_a_head_is_given_and_no_length():
     assert job("--auto-duration").auto_duration == AutoDuration()
     with pytest.raises(UserError, match="--auto-duration cannot be combined with --sound-o"):
         job("--auto-duration", "--sound-only", "--recipe", "dev").check()
-
-
-def test_a_lines_length_replaces_the_commands(tmp_path):
-    def read(*flags_of_command: str, **line) -> AutoDuration | None:
-        (tmp_path / "jobs.jsonl").write_text(json.dumps({"prompt": "a", **line}))
-        of_line = flags.job_of_line(parsed(*flags_of_command))
-        (read_line,) = read_lines(tmp_path / "jobs.jsonl", of_line, {})
-        return read_line.job.auto_duration
-
-    assert read("--auto-duration", "1", "2") == (1, 2)
-    assert read("--auto-duration", num_frames=17) is None
-    assert read("--num-frames", "17", auto_duration=[]) == AutoDuration()
+    for words, line, read in (
+        ("--auto-duration 1 2", {}, (1, 2)),
+        ("--auto-duration", {"num_frames": 17}, None),
+        ("--num-frames 17", {"auto_duration": []}, AutoDuration()),
+    ):
+        assert flags.job_of_line(parsed(*words.split()))({"prompt": "a"} | line).auto_duration == read
 
 
 def test_a_prediction_makes_no_video_and_graphs_are_not_prepared_for_it(tiny, tmp_path):

@@ -1,19 +1,18 @@
 """A job's sounds, videos, references and masks as tensors are ltx-core's of what ltx-pipelines reads of the files."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import one_thread, picture_frames, randn, rel, tone, write_film, write_sound  # noqa: F401
+from helpers import made_config, one_thread, picture_frames, randn, rel, tone, write_film, write_sound  # noqa: F401
 from jobs import make_job, read_clip, replace
 from PIL import Image
-from safetensors import safe_open
+from safetensors.torch import save_file
 from typed import said
 
-from ltx_neuron.engine import preflight
 from ltx_neuron.engine.decode import Decoder
 from ltx_neuron.engine.outputs import JobRun, restore_state, save_state
+from ltx_neuron.engine.preflight import _host_models
 from ltx_neuron.errors import UserError
 from ltx_neuron.host.encode_inputs import encode
 from ltx_neuron.host.input_files import Sound, check, fill, mask_divides, read_sound, sound_latent_frames
@@ -24,7 +23,7 @@ from ltx_neuron.job import Job, Size
 from ltx_neuron.pipeline import _trimmed
 from ltx_neuron.pipeline.diffusers import LTXPipelineOutput
 from ltx_neuron.report.latency import Recorder
-from ltx_neuron.sampling.conditions import AttentionMask, ReferenceAudio, ReferenceVideo, Retake, SoundCondition
+from ltx_neuron.sampling.conditions import AttentionMask, ReferenceVideo, Retake, SoundCondition
 from ltx_neuron.sampling.shapes import SAMPLE_RATE
 from ltx_neuron.text.encoders import Contexts
 from ltx_neuron.weights.lora import Lora
@@ -53,9 +52,7 @@ def files(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def host(tiny):
-    with safe_open(tiny.checkpoint, "pt") as file:
-        config = json.loads(file.metadata()["config"])
-    return HostModels(tiny.checkpoint, config, torch.float32)
+    return HostModels(tiny.checkpoint, made_config()[0], torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -64,32 +61,27 @@ def theirs(tiny):
     from ltx_core.loader.single_gpu_model_builder import SingleGPUModelBuilder
     from ltx_core.model import audio_vae, video_vae
 
-    video = video_vae.VideoEncoderConfigurator, video_vae.VAE_ENCODER_COMFY_KEYS_FILTER
-    audio = audio_vae.AudioEncoderConfigurator, audio_vae.AUDIO_VAE_ENCODER_COMFY_KEYS_FILTER
-    path = str(tiny.checkpoint)
-    return [SingleGPUModelBuilder(kind, path, names).build(CPU, torch.float32).eval() for kind, names in (video, audio)]
+    parts = {"video": (video_vae.VideoEncoderConfigurator, video_vae.VAE_ENCODER_COMFY_KEYS_FILTER)}
+    parts["audio"] = audio_vae.AudioEncoderConfigurator, audio_vae.AUDIO_VAE_ENCODER_COMFY_KEYS_FILTER
+    builders = {name: SingleGPUModelBuilder(kind, str(tiny.checkpoint), keys) for name, (kind, keys) in parts.items()}
+    models = {name: builder.build(CPU, torch.float32).eval() for name, builder in builders.items()}
+    return SimpleNamespace(**{name: model.requires_grad_(False) for name, model in models.items()})
 
 
-@torch.no_grad()
 def sound_latent(theirs, host, path, duration):
     """(mel, latent) of what ltx-pipelines reads, by ltx-core's encoder. The mel is ours: torchaudio need not be
-    there, and test_spectrogram.py compares it with its definition."""
+    there, and test_sound.py compares it with its definition."""
     from ltx_pipelines.utils.media_io import decode_audio_from_file
 
     sound, sizes = decode_audio_from_file(str(path), CPU, 0.0, duration), mel_sizes(host.config)
     mel = log_mel(resample(sound.waveform[0], sound.sampling_rate, sizes.rate), sizes)
-    return mel, theirs[1](mel)
+    return mel, theirs.audio(mel)
 
 
 def pixels(path, height, width, count):
     from ltx_pipelines.utils.media_io import load_video_conditioning
 
     return load_video_conditioning(str(path), height, width, count, torch.float32, CPU)
-
-
-@torch.no_grad()
-def latent_of(theirs, clip):
-    return theirs[0](clip)
 
 
 def checked(host, job):
@@ -118,12 +110,6 @@ def test_a_mono_sound_is_used_for_both_channels_with_a_message(tmp_path, host, c
     assert capsys.readouterr().out.count("mono sound, used for both channels") == 1
     assert tensors["waveform"].shape == (2, 8269) and torch.equal(*tensors["waveform"])
     assert torch.equal(tensors["audio_latent"], encode(host, both)["audio_latent"])
-
-
-def test_latents_of_a_sound_are_counted_as_the_encoder_makes_them(host):
-    for rate, samples in ((44100, 17640), (44100, 17641), (16000, 6559)):
-        _, latent = host.encode_audio(Sound(randn(2, samples), rate))
-        assert sound_latent_frames(samples, rate) == latent.shape[2]
 
 
 def test_a_sound_as_long_as_the_video_is_taken_and_a_short_broken_or_almost_empty_one_refused(files, tmp_path):
@@ -227,11 +213,13 @@ def test_a_long_retake_is_encoded_with_its_sound_in_upstreams_tiles(files, host,
     tiles = split_temporal_latents(10, 3)(12)
     for start, end, *ramps in zip(tiles.starts, tiles.ends, tiles.left_ramps, tiles.right_ramps, strict=True):
         weights = compute_trapezoidal_mask_1d(end - start, *ramps, left_starts_from_0=True)
-        wanted[:, :, start:end] += latent_of(theirs, clip[:, :, 8 * start : 8 * end - 7]) * weights[:, None, None]
-    tensors = checked(host, retake(files / "long.mp4", 89, (32, 64)))
+        wanted[:, :, start:end] += theirs.video(clip[:, :, 8 * start : 8 * end - 7]) * weights[:, None, None]
+    job = retake(files / "long.mp4", 89, (32, 64))
+    assert _host_models(job) == ["video_decoder", "audio_decoder", "vocoder", "video_encoder", "audio_encoder"]
+    tensors = checked(host, job)
     assert tensors.keys() == {"video_latent", "mel", "audio_latent"}
     assert rel(tensors["video_latent"], wanted) < ENCODED and len(tiles.starts) == 2
-    assert rel(tensors["video_latent"], latent_of(theirs, clip)) > SHOWS
+    assert rel(tensors["video_latent"], theirs.video(clip)) > SHOWS
     mel, latent = sound_latent(theirs, host, files / "long.mp4", 89 / 24)
     assert torch.equal(tensors["mel"], mel) and torch.equal(tensors["audio_latent"], latent[:, :, :93])
 
@@ -244,18 +232,19 @@ def dubbed(tiny, path, frames=25, sides=(128, 192)):
 def test_a_dubbed_clip_is_encoded_for_each_stage_with_all_of_its_sound(files, host, theirs, tiny):
     path = files / "film.mp4"
     job = dubbed(tiny, path, 17)  # of 25 frames' pictures, and the sound of all
+    assert _host_models(job)[3:] == ["video_encoder", "audio_encoder", "video_statistics"]
     first, second = checked(host, job), encode(host, job, upsampled=True)
     assert first.keys() == {"reference_latent", "mel", "audio_reference"} and second.keys() == {"s2_reference_latent"}
     for latent, sides in ((first["reference_latent"], (64, 96)), (second["s2_reference_latent"], (128, 192))):
-        assert rel(latent, latent_of(theirs, pixels(path, *sides, 17))) < ENCODED
+        assert rel(latent, theirs.video(pixels(path, *sides, 17))) < ENCODED
     mel, latent = sound_latent(theirs, host, path, None)
     assert torch.equal(first["mel"], mel) and torch.equal(first["audio_reference"], latent)
     assert latent.shape[2] > job.size.audio_frames == 18
+    for rate, samples in ((44100, 17640), (44100, 17641), (16000, 6559)):
+        assert sound_latent_frames(samples, rate) == host.encode_audio(Sound(randn(2, samples), rate))[1].shape[2]
 
 
-def test_long_clips_are_encoded_in_tiles_by_the_ranks_but_an_ic_loras_references_whole_by_the_host(
-    files, host, theirs, tiny
-):
+def test_the_ranks_encode_long_clips_in_tiles_and_the_host_an_ic_loras_references_whole(files, host, theirs, tiny):
     encoded, long, film, size = [], files / "long.mp4", files / "film.mp4", (32, 64)
 
     def tiles(several):
@@ -270,8 +259,9 @@ def test_long_clips_are_encoded_in_tiles_by_the_ranks_but_an_ic_loras_references
     assert encoded == [2, 1, 2, 1]
     reference = ic_lora(ReferenceVideo(long, 1.0, 89), frames=89, size=size)
     latent = encode(host, reference, rank_tiles=tiles)["reference_latent"]
-    assert len(encoded) == 4 and rel(latent, latent_of(theirs, pixels(long, *size, 89))) < ENCODED
+    assert len(encoded) == 4 and rel(latent, theirs.video(pixels(long, *size, 89))) < ENCODED
     assert reference.encoded_clips[0].whole and not dub.encoded_clips[0].whole
+    assert _host_models(reference)[3:] == ["video_encoder"]
 
 
 def test_an_image_as_a_reference_is_encoded_as_a_video_of_equal_frames(tmp_path, host, theirs):
@@ -279,7 +269,7 @@ def test_an_image_as_a_reference_is_encoded_as_a_video_of_equal_frames(tmp_path,
     Image.fromarray(picture).save(path)
     (reference,) = Job(num_frames=17, video_conditioning=[(str(path), 1.0)]).references
     job = ic_lora(reference, frames=17)
-    wanted = latent_of(theirs, fill(picture, 64, 96).expand(-1, -1, 17, -1, -1))
+    wanted = theirs.video(fill(picture, 64, 96).expand(-1, -1, 17, -1, -1))
     assert rel(checked(host, job)["reference_latent"], wanted) < ENCODED
     path.write_bytes(b"no image")
     with pytest.raises(UserError, match="sheet.png cannot be read.*\n.*--video-conditioning FILE"):
@@ -298,30 +288,14 @@ def test_references_and_masks_that_do_not_fit_are_refused_before_they_are_read(f
     ):
         with pytest.raises(UserError, match=message):
             check(job)
-
-
-def test_a_mask_has_equally_many_frames_for_each_later_latent_frame():
+    # A mask has equally many frames for each later latent frame.
     assert all(mask_divides(*each) for each in ((17, 3), (5, 1), (3, 3)))
     assert not any(mask_divides(*each) for each in ((12, 3), (17, 4), (1, 2), (2, 3)))
 
 
-def test_the_models_of_a_job_are_those_that_encode_and_decode_its_inputs():
-    reference = ReferenceVideo("a.mp4", 1.0, 9)
-    dubbing = {"dubbing": reference, "reference_sound": ReferenceAudio("a.mp4", 9)}
-    for inputs, encoders in (
-        ({}, ()),
-        ({"sound": SoundCondition("a.wav")}, ("audio",)),
-        ({"retake": Retake("a.mp4", 0.0, 1.0)}, ("audio", "video")),
-        ({"references": (reference,)}, ("video",)),
-        (dubbing, ("audio", "video")),
-    ):
-        names = {*preflight._host_models(make_job("a", Size(64, 96, 9), **inputs))}
-        assert names & {"audio_encoder", "video_encoder"} == {f"{each}_encoder" for each in encoders}, inputs
-        assert "video_decoder" in names and ("vocoder" in names) == ("sound" not in inputs)
-
-
 def test_an_input_sound_is_the_videos_is_not_decoded_and_is_in_the_resume_file(files, host, tiny, tmp_path):
     job, path = replace(WHOLE, size=TWO_STAGES, sound=SoundCondition(files / "sound.wav")), tmp_path / "a"
+    assert _host_models(job) == ["video_decoder", "audio_encoder", "video_statistics"]
     contexts = [Contexts(torch.ones(1, 2, 4), torch.ones(1, 2, 4), torch.ones(1, 2), None)]
     run, saved = JobRun(job, contexts), JobRun(job, contexts)
     run.tensors |= encode(host, job)
@@ -350,3 +324,31 @@ def test_an_input_sound_is_the_videos_is_not_decoded_and_is_in_the_resume_file(f
     assert not {"audio_decoder", "vocoder"} & vars(decoder).keys()
     assert result.sample_rate == 44100
     assert torch.equal(result.waveform, read_sound(files / "sound.wav", "", 0.0, 25 / 24).samples)
+
+
+def test_a_clip_to_upscale_gives_the_job_what_the_model_can_have_of_it(tmp_path, monkeypatch, capsys):
+    """By an upscaler of 2."""
+    monkeypatch.chdir(tmp_path)  # the user's folder
+    save_file({"a": torch.zeros(1)}, "x2.safetensors", {"reference_downscale_factor": "2"})
+
+    def upscaled(frames=20, rate=25, sound=None, **fields) -> Job:
+        write_film("clip.mkv", picture_frames(frames, 50, 60, 1), rate, sound=sound)
+        return Job(upscale_video="clip.mkv", ic_lora=["x2.safetensors"], **fields).with_upscaling()
+
+    job = upscaled(sound=tone(48000, 0.5))  # a little shorter than 17 frames
+    assert job.size.sides == (128, 128) and (job.size.num_frames, job.size.frame_rate) == (17, 25)
+    assert (job.video_conditioning, job.audio_path) == ((("clip.mkv", 1.0),), "clip.mkv")
+    assert job.tile and job.upscale_video is None and job.with_upscaling() is job
+    assert "17 of 20 frames (8k+1) of 50x60 become 128x128" in capsys.readouterr().out
+    assert job.references[0].pixels(job.size) == (17, 64, 64)
+    job.check()
+    check(job)  # with silence after its sound
+    typed = upscaled(height=192, width=256, tile_height=64)
+    assert typed.size.sides == (192, 256) and typed.audio_path is None and typed.tile_height == 64
+    assert "clip.mkv has no sound: the model generates one" in capsys.readouterr().out
+    long = upscaled(frames=42, rate=2)  # past the model's positions
+    assert (long.size.num_frames, long.holds("chunked"), long.windows) == (41, True, ())  # it fits one of 97 frames
+    assert "become 128x128, in windows" in capsys.readouterr().out
+    assert not upscaled(frames=38, rate=2).holds("chunked")
+    windows = upscaled(frames=42, rate=25, chunk_pixel_frames=25, chunk_carry_frames=17, chunk_blend_frames=0).windows
+    assert [window.references[0].start for window in windows] == [0, 8, 16]

@@ -17,15 +17,12 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.files import content_digest
 from ltx_neuron.host.encode_inputs import encode
 from ltx_neuron.host.hdr import exr_folder, from_acescct, hlg_signal, read_exr, to_acescct, write_exr
-from ltx_neuron.host.models import HostModels
 from ltx_neuron.host.video import write_frames
 from ltx_neuron.job import Job, Size
 from ltx_neuron.sampling.inputs import Media
 from ltx_neuron.text.encoders import read_contexts
 
 FP32 = 2e-7  # a few roundings of codes up to 1
-# Half floats have 11 significant bits; below 2^-14 their steps are equal.
-HALF, LEAST = 2**-11, 2**-14
 # ACEScct of light in AP1 (Academy S-2016-001), and what its conversions of Rec.709 are by the
 # matrices of colour-science 0.4.4 (Bradford), in float64.
 LIGHT = 0.0, 0.0078125, 0.18, 1.0, 16.0, 222.0
@@ -54,16 +51,12 @@ def test_light_is_encoded_by_the_printed_curve_in_its_range_and_light_of_a_code_
     assert got == pytest.approx([0, *LIGHT, 222.8609442038076], rel=12.2 * FP32, abs=FP32)
 
 
-def test_colours_of_rec709_are_converted_to_ap1():
-    """Display-coded sRGB is decoded first, linear sRGB is not."""
+def test_colours_of_rec709_are_converted_to_ap1_and_to_hlg_with_white_at_three_quarters():
+    """Display-coded sRGB is decoded first, linear sRGB is not. HLG: by ltx-core 1.4's formula in float64."""
     display, linear = (to_acescct(np.array([(1, 0, 0), SKY[0]]), space) for space in ("srgb_gamma", "srgb"))
     assert np.abs(display - [RED, SKY[1]]).max() < 2e-6  # the matrices have 7 digits
     assert np.abs(linear[0] - RED).max() < 2e-6 and np.abs(linear[1] - SKY[1]).max() > 0.01
     assert np.array_equal(from_acescct(np.float32([[0.7, 0.4, 0.2]]), "srgb_linear")[0, 1:], [0, 0])  # out of gamut
-
-
-def test_diffuse_white_is_three_quarters_of_hlg():
-    """By ltx-core 1.4's formula in float64; neutral, then a colour."""
     light = np.concatenate([grey(0, 0.18, 1, 4, 100), np.float32([[2, 0.5, 0.05]])])
     got = hlg_signal(to_acescct(light, "srgb"))
     neutral = [0.0, 0.3782588830779046, 0.75, 0.947280748538359, 0.9999999950661305]
@@ -79,7 +72,8 @@ def test_an_exr_holds_the_picture_in_half_floats_for_us_and_for_ffmpeg(tmp_path,
     codes = np.random.default_rng(0).random((20, 36, 3), np.float32)
     write_exr(path := tmp_path / "picture.exr", codes, space)
     got, wanted = read_exr(path, "--input"), from_acescct(codes, space)
-    assert (np.abs(got - wanted) / np.maximum(np.abs(wanted), LEAST)).max() <= HALF
+    # Half floats have 11 significant bits; below 2^-14 their steps are equal.
+    assert (np.abs(got - wanted) / np.maximum(np.abs(wanted), 2**-14)).max() <= 2**-11
     assert OpenEXR.File(str(path)).header()["colorSpace"] == name
     with av.open(str(path)) as container:
         frame = next(container.decode(video=0))
@@ -116,22 +110,19 @@ def plate(folder, *sides: tuple[int, int]):
     return folder
 
 
-@pytest.mark.parametrize(
-    # By ltx-pipelines 1.4 itself (its _dfr_seam_pixel_positions).
-    ("frames", "seams"),
-    [(9, ()), (25, (24,)), (33, (32,)), (57, (32,)), (97, (32, 64, 96)), (105, (24, 48, 72, 96)), (1, ())],
-)
-def test_keyframes_are_at_the_ends_of_segments_inside_the_input(frames, seams):
-    known = Media(references=((frames, False),), hdr=Size(60, 92, frames, 50.0))
-    plain, twice, without = (
-        job("in.mp4", **more).with_media(known) for more in ({}, {"high_quality": True}, {"no_keyframes": True})
-    )
-    assert plain.generated_keyframes(False) == plain.given_keyframes == seams and not without.given_keyframes
-    assert twice.given_keyframes == tuple(2 * at for at in seams)
-    assert (plain.size.sides, plain.size.num_frames, twice.size.num_frames) == ((64, 96), frames, 2 * frames - 1)
-    assert plain.output_size.sides == (60, 92) and plain.position_rate == 30
-    assert plain.stage_buckets(plain.stages[0])[0].timesteps == (3 if seams else 2)
-    assert plain.stage_buckets(plain.stages[0])[0].streams == ("video",) and plain.texts == ()
+def test_keyframes_are_at_the_ends_of_segments_inside_the_input():
+    """By ltx-pipelines 1.4 itself (its _dfr_seam_pixel_positions)."""
+    seams_of = {9: (), 25: (24,), 33: (32,), 57: (32,), 97: (32, 64, 96), 105: (24, 48, 72, 96), 1: ()}
+    settings = {}, {"high_quality": True}, {"no_keyframes": True}
+    for frames, seams in seams_of.items():
+        known = Media(references=((frames, False),), hdr=Size(60, 92, frames, 50.0))
+        plain, twice, without = (job("in.mp4", **more).with_media(known) for more in settings)
+        assert plain.generated_keyframes(False) == plain.given_keyframes == seams and not without.given_keyframes
+        assert twice.given_keyframes == tuple(2 * at for at in seams)
+        assert (plain.size.sides, plain.size.num_frames, twice.size.num_frames) == ((64, 96), frames, 2 * frames - 1)
+        assert plain.output_size.sides == (60, 92) and plain.position_rate == 30
+        bucket = plain.stage_buckets(plain.stages[0])[0]
+        assert (bucket.timesteps, bucket.streams, plain.texts) == (3 if seams else 2, ("video",), ())
 
 
 def test_other_inputs_are_refused_with_what_they_need(tmp_path, monkeypatch):
@@ -171,15 +162,6 @@ def test_text_embeddings_are_the_contexts_of_the_model_or_refused(tmp_path):
         save_file({name: x.contiguous() for name, x in wrong.items()}, path)
         said = refusal(read_contexts, str(path), config, torch.float32)
         assert f"wanted a finite video_context of shape (1, 1024, {width})" in said
-
-
-def test_the_vae_computes_hdr_in_float32_whatever_the_run_computes_in():
-    host = HostModels("", {}, torch.bfloat16, host_dtype=torch.bfloat16)
-    exact = host.exact
-    assert exact.dtype == exact.latent_dtype == exact.host_dtype == torch.float32
-    assert host.dtype == host.latent_dtype == torch.bfloat16 and host.exact is exact
-    host.release()
-    assert "exact" not in vars(host)
 
 
 def test_exr_files_of_others_are_not_overwritten_and_stale_ones_of_ours_are_removed(tmp_path):

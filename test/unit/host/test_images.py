@@ -16,7 +16,6 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.files import content_digest
 from ltx_neuron.host.encode_inputs import load_image
 from ltx_neuron.host.input_files import check, decode_image, first_frames, is_still, notes
-from ltx_neuron.host.models import import_ltx_core
 from ltx_neuron.job import Job, Size
 from ltx_neuron.sampling.conditions import ImageCondition
 
@@ -30,28 +29,27 @@ def as_pixels(image: Image.Image) -> torch.Tensor:
     return torch.from_numpy(np.array(image)).permute(2, 0, 1) / 127.5 - 1
 
 
-@pytest.mark.parametrize(
-    "size, crf, dtype",
-    [((301, 517), 33, torch.float32), ((33, 700), 18, torch.bfloat16), ((720, 407), 0, torch.float32)],
-)
-def test_pixels_are_those_of_ltx_pipelines_for_any_aspect_ratio_and_compression(tmp_path, size, crf, dtype):
-    import_ltx_core()
+def test_pixels_are_those_of_ltx_pipelines_for_any_aspect_ratio_and_compression(tmp_path):
     from ltx_pipelines.utils.media_io import load_image_conditioning
 
-    path = tmp_path / "image.png"
-    Image.fromarray(picture_frames(1, *size, 5)[0].numpy()).save(path)
-    expected = load_image_conditioning(str(path), 128, 192, dtype, torch.device("cpu"), crf)
-    assert expected.shape == (1, 3, 1, 128, 192)
-    assert torch.equal(load_image(path, 128, 192, crf, dtype), expected)
+    path, exact = tmp_path / "image.png", torch.float32
+    for size, crf, dtype in (((301, 517), 33, exact), ((33, 700), 18, torch.bfloat16), ((720, 407), 0, exact)):
+        Image.fromarray(picture_frames(1, *size, 5)[0].numpy()).save(path)
+        expected = load_image_conditioning(str(path), 128, 192, dtype, torch.device("cpu"), crf)
+        assert expected.shape == (1, 3, 1, 128, 192)
+        assert torch.equal(load_image(path, 128, 192, crf, dtype), expected)
 
 
-def test_an_image_of_any_mode_is_converted_to_rgb(tmp_path):
+def test_an_image_of_any_mode_is_converted_to_rgb_without_a_warning(tmp_path, recwarn):
     grey = SHOWN.convert("L")
     sixteen_bits = Image.fromarray(np.array(grey).astype(np.uint16) * 257)
     rows = [(SHOWN.convert(mode), SHOWN.convert(mode)) for mode in ("RGBA", "L", "P", "CMYK")]
     for image, wanted in [*rows, (sixteen_bits, grey)]:
         image.save(path := tmp_path / "image.tiff")
         assert torch.equal(load_image(path, 64, 96, crf=0)[0, :, 0], as_pixels(wanted.convert("RGB"))), image.mode
+    Image.new("1", (12000, 9000), 1).save(path := tmp_path / "large.png")  # a phone's 108 megapixels
+    assert is_still(path) and decode_image(path, "shown").shape == (9000, 12000, 3)
+    assert not recwarn.list
 
 
 # By EXIF orientation, from 2 on: what makes the stored picture of the one that is shown
@@ -81,13 +79,6 @@ def test_a_colour_profile_is_applied_unless_it_is_damaged(tmp_path, capsys):
     assert "colour profile is ignored" in capsys.readouterr().out
 
 
-def test_a_phones_picture_of_108_megapixels_is_read_without_a_warning(tmp_path, recwarn):
-    Image.new("1", (12000, 9000), 1).save(tmp_path / "large.png")
-    assert is_still(tmp_path / "large.png")
-    assert decode_image(tmp_path / "large.png", "shown").shape == (9000, 12000, 3)
-    assert not recwarn.list
-
-
 def test_an_image_that_cannot_be_used_is_refused(tmp_path):
     SHOWN.save(tmp_path / "whole.png")
     whole = (tmp_path / "whole.png").read_bytes()
@@ -115,15 +106,17 @@ def test_an_image_that_cannot_be_used_is_refused(tmp_path):
 
 def test_a_file_of_another_format_is_refused_by_the_formats_name(tmp_path):
     for begin, message in (
-        (b"\0\0\0\x18ftypheic", "it is HEIC"),
         (b"%PDF-1.4", "it is a PDF; wanted PNG, JPEG"),
         (b"\xff\x0a\xfa", "it is JPEG XL; wanted PNG"),
         (b"\0\0\0\x18ftypisom", "it is a video; wanted PNG"),
         (b"RIFF\0\0\0\0WEBP", "as an image: (?!it is)"),
+        (b"\0\0\0\x18ftypheic", "it is HEIC"),
     ):
         (tmp_path / "a").write_bytes(begin + bytes(100))
         with pytest.raises(UserError, match=message):
             decode_image(tmp_path / "a", "shown")
+    with pytest.raises(UserError, match="a cannot be read as an image"):  # HEIC is no video of one tile either
+        check(Job(video_conditioning=[(str(tmp_path / "a"), 1.0)], num_frames=17))
 
 
 def test_an_animated_webp_is_taken_as_a_video_after_the_printed_command(tmp_path, monkeypatch):
@@ -153,33 +146,24 @@ FILES = [
 
 @pytest.mark.parametrize("name, format, settings, still", FILES)
 def test_a_file_is_a_still_or_a_video_by_its_content(tmp_path, name, format, settings, still):
-    SHOWN.save(tmp_path / name, format=format, **settings)
-    (reference,) = Job(video_conditioning=[(str(tmp_path / name), 1.0)], num_frames=17).references
-    assert is_still(tmp_path / name) == reference.still == still
+    """Of a moving picture as an image the first is taken, with a note."""
+    SHOWN.save(path := tmp_path / name, format=format, **settings)
+    (reference,) = Job(video_conditioning=[(str(path), 1.0)], num_frames=17).references
+    assert is_still(path) == reference.still == still
     assert reference.num_frames == (1 if still else 3)
     assert reference.latent_shape(Size(num_frames=17)) == (3 if still else 1, 16, 24)
-    if not still:
-        assert len(list(first_frames(tmp_path / name, ""))) == 3
+    assert still or len(list(first_frames(path, ""))) == 3
+    moves = [] if still else [f"--image {path} moves: its first picture is taken"]
+    assert notes(make_job("", Size(64, 96, 9), images=(ImageCondition(path),))) == moves
 
 
-def test_a_heic_is_refused_as_a_picture_and_not_read_as_a_video_of_one_tile(tmp_path):
-    (tmp_path / "photo.heic").write_bytes(b"\0\0\0\x18ftypheic" + bytes(100))
-    with pytest.raises(UserError, match="photo.heic cannot be read as an image"):
-        check(Job(video_conditioning=[(str(tmp_path / "photo.heic"), 1.0)], num_frames=17))
-
-
-def test_of_a_moving_picture_as_an_image_the_first_is_taken_with_a_note(tmp_path):
-    SHOWN.save(tmp_path / "moves.gif", **MOVING)
-    SHOWN.save(tmp_path / "still.gif")
-    images = tuple(ImageCondition(tmp_path / name) for name in ("moves.gif", "still.gif"))
-    moves = f"--image {tmp_path / 'moves.gif'} moves: its first picture is taken"
-    assert notes(make_job("", Size(64, 96, 9), images=images)) == [moves]
-
-
-@pytest.mark.parametrize("field", ["image", "audio_path", "video_path", "video_conditioning"])
-def test_an_address_of_the_web_is_refused_as_no_file_of_this_machine(field):
-    url = "s3://bucket/c.wav" if field == "audio_path" else "https://a.b/c.png"
-    value = {"image": [[url]], "video_conditioning": [[url, 1.0]]}.get(field, url)
-    more = {"start_time": 0, "end_time": 1} if field == "video_path" else {"num_frames": 17}
-    with pytest.raises(UserError, match="c.(png|wav).* is an address .URL., wanted a file of this machine"):
-        Job.validated({field: value} | more).check_inputs()
+def test_an_address_of_the_web_is_refused_as_no_file_of_this_machine():
+    url = "https://a.b/c.png"
+    for fields in (
+        {"image": [[url]]},
+        {"video_conditioning": [[url, 1.0]]},
+        {"audio_path": "s3://bucket/c.wav"},
+        {"video_path": url, "start_time": 0, "end_time": 1, "num_frames": None},
+    ):
+        with pytest.raises(UserError, match="c.(png|wav).* is an address .URL., wanted a file of this machine"):
+            Job.validated({"num_frames": 17} | fields).check_inputs()

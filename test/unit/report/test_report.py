@@ -1,10 +1,18 @@
-"""The latency report: what is recorded, what is printed, and what makes the command line fail."""
+"""The latency report: what is recorded and printed, what makes the command line fail; and what a terminal shows."""
 
+import fcntl
 import json
+import os
+import pty
+import re
+import struct
 import subprocess
 import sys
+import termios
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,11 +22,11 @@ from typed import ended
 from ltx_neuron.errors import UserError
 from ltx_neuron.report import latency, plot
 from ltx_neuron.report.__main__ import main as report_main
-from ltx_neuron.report.latency import Recorder
+from ltx_neuron.report.latency import PHASES, Recorder
 from ltx_neuron.report.price import Price
+from ltx_neuron.report.progress import TITLES, PhaseLines, bar, line
 
 JOB = {"height": 384, "width": 512, "prompt": "a very long prompt " * 20}
-MEGABYTE = 1_000_000
 
 
 @pytest.fixture
@@ -48,8 +56,7 @@ def recorded(stage_1=(900.0, 100.0, 110.0, 120.0), stage_2=(500.0, 300.0), peak_
     return recorder.report(JOB, "cpu", 4, {"torch": "2.13"}, {"checkpoint": "abc"})
 
 
-def write(folder: Path, report: object, name: str = "run.json") -> str:
-    path = folder / name
+def write(path: Path, report: dict) -> str:
     path.write_text(json.dumps(report))
     return str(path)
 
@@ -71,32 +78,24 @@ def test_phases_do_not_nest_and_have_only_the_known_names():
         recorder.counters.flops = 1
 
 
-def phase_in_a_thread(recorder: Recorder, name: str, until: threading.Event) -> threading.Thread:
-    """A thread that is in a phase until the event is set."""
-    began = threading.Event()
-
-    def run() -> None:
-        with recorder.phase(name):
-            began.set()
-            until.wait()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    began.wait()
-    return thread
-
-
 def test_every_moment_counts_for_one_phase_or_is_the_residual_and_overlapped_time_is_separate(clock):
     """The main thread denoises for 3 s and then waits for 2 s, while two others decode all the time."""
-    recorder, until = Recorder(), threading.Event()
-    threads = [phase_in_a_thread(recorder, name, until) for name in ("decode_video", "decode_audio")]
-    with recorder.phase("denoise_stage_1"):
-        clock.now += 3
-    clock.now += 2
-    early = {phase["name"]: phase for phase in report_of(recorder)["phases"]}
-    until.set()
-    for thread in threads:
-        thread.join()
+    recorder, until, began = Recorder(), threading.Event(), threading.Semaphore(0)
+
+    def decode(name: str) -> None:
+        with recorder.phase(name):
+            began.release()
+            until.wait()
+
+    with ThreadPoolExecutor(2) as pool:
+        for name in ("decode_video", "decode_audio"):
+            pool.submit(decode, name)
+            began.acquire()
+        with recorder.phase("denoise_stage_1"):
+            clock.now += 3
+        clock.now += 2
+        early = {phase["name"]: phase for phase in report_of(recorder)["phases"]}
+        until.set()
     clock.now += 5
     report = report_of(recorder)
     phases = {phase["name"]: (phase["seconds"], phase.get("overlapped_seconds")) for phase in report["phases"]}
@@ -131,50 +130,46 @@ def test_a_paused_phase_does_not_count_the_phases_that_it_waits_for(clock):
     with recorder.paused(), recorder.phase("decode_audio"):  # outside a phase
         pass
     phases = report_of(recorder)["phases"]
-    assert [(phase["name"], phase["seconds"]) for phase in phases] == [
-        *(("decode_video", 6), ("encode_mp4", 3), ("decode_audio", 0))
-    ]
+    seconds = [(phase["name"], phase["seconds"]) for phase in phases]
+    assert seconds == [("decode_video", 6), ("encode_mp4", 3), ("decode_audio", 0)]
     assert all("overlapped_seconds" not in phase for phase in phases)
 
 
 # In a process of its own: in a long session's, which has 1.4 GB with its own children, the child of 60 MB did not show
 # once. Two children one after another, then a grandchild.
-CHILDREN = f"""
+CHILDREN = """
 import subprocess, sys, time
 from ltx_neuron.report import latency as recording
 recording._PeakMemory.LIST_SECONDS = 0.1
 recorder = recording.Recorder()
-code = "import time; held = b'x' * {{}}; print(1, flush=True); time.sleep(0.8)"
+code = "import time; held = b'x' * {}; print(1, flush=True); time.sleep(0.8)"
 with recorder.phase("load_gemma3"):
     pass
 with recorder.phase("decode_audio"):
-    for size in (1, {60 * MEGABYTE}):
+    for size in (1, 60_000_000):
         subprocess.run([sys.executable, "-c", code.format(size)], check=True, stdout=subprocess.DEVNULL)
         time.sleep(0.1)
 with recorder.phase("unload_transformer"):
     pass
 with recorder.phase("encode_text"):
-    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {{code.format({60 * MEGABYTE})!r}}])"
+    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code.format(60_000_000)!r}])"
     subprocess.run([sys.executable, "-c", child], check=True, stdout=subprocess.DEVNULL)
-print(*(phase["peak_rss_bytes"] for phase in recorder.report({{}}, "cpu", 1, {{}}, {{}})["phases"]))
+print(*(phase["peak_rss_bytes"] for phase in recorder.report({}, "cpu", 1, {}, {})["phases"]))
 """
 
 
 def test_peak_memory_sees_children_and_grandchildren_that_start_and_end_within_the_phase():
     run = subprocess.run([sys.executable, "-c", CHILDREN], check=True, stdout=subprocess.PIPE)
     before, children, after, grandchild = map(int, run.stdout.split())
-    assert children - before > 60 * MEGABYTE and children - after > 50 * MEGABYTE
-    assert grandchild - after > 60 * MEGABYTE
-
-
-FIELDS = """schema job profile tp versions identity phases denoise_steps_ms warm_step_ms bytes_to_device_per_step
-launches_per_step collectives_per_step flops_per_step weight_swaps percent_of_peak end_to_end_seconds
-residual_seconds clips video_seconds start_to_first_clip"""
+    assert children - before > 60e6 and children - after > 50e6
+    assert grandchild - after > 60e6
 
 
 def test_the_report_has_exactly_the_fields_of_schema_1():
     report = recorded()
-    assert list(report) == FIELDS.split()
+    fields = "schema job profile tp versions identity phases denoise_steps_ms warm_step_ms bytes_to_device_per_step"
+    fields += " launches_per_step collectives_per_step flops_per_step weight_swaps percent_of_peak end_to_end_seconds"
+    assert list(report) == f"{fields} residual_seconds clips video_seconds start_to_first_clip".split()
     inputs = {"schema": 1, "job": JOB, "profile": "cpu", "tp": 4}
     inputs |= {"versions": {"torch": "2.13"}, "identity": {"checkpoint": "abc"}, "start_to_first_clip": None}
     inputs |= {"collectives_per_step": {"count": 96, "bytes": 5_000_000}, "bytes_to_device_per_step": 2_000_000}
@@ -276,26 +271,22 @@ def test_launches_and_weight_swaps_are_reported_and_shown_and_older_reports_have
     assert not any(row[:12] in latency.table(report) for row in rows)
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
+def test_a_file_that_is_not_a_report_is_refused_with_what_it_lacks():
+    for change, message in (
         (lambda report: report.update(schema=2), "not a latency report of schema 1, its schema is 2"),
         (lambda report: report.pop("phases"), "missing phases"),
         (lambda report: report["phases"][1].pop("seconds"), r"missing phases\[1\].seconds"),
         (lambda report: report["warm_step_ms"].pop("stage_2"), "missing warm_step_ms.stage_2.med"),
-    ],
-)
-def test_a_file_that_is_not_a_report_is_refused_with_what_it_lacks(change, message):
-    report = recorded()
-    change(report)
-    with pytest.raises(UserError, match=f"run.json.*{message}"):
-        latency.validate(report, "run.json")
+    ):
+        change(report := recorded())
+        with pytest.raises(UserError, match=f"run.json.*{message}"):
+            latency.validate(report, "run.json")
     with pytest.raises(UserError, match="not a latency report of schema 1"):
         latency.validate([])
 
 
 def test_a_limit_kept_passes_one_exceeded_exits_1_with_both_numbers_and_one_of_no_number_is_an_error(tmp_path, capsys):
-    path = write(tmp_path, recorded(peak_flops=None))
+    path = write(tmp_path / "run.json", recorded(peak_flops=None))
     report_main([path, "--max", "warm_step_ms.stage_1.median=110", "end_to_end_seconds=60"])
     assert ended("report", path, "--max", "end_to_end_seconds=60", "--max", "warm_step_ms.stage_1.median=109.5") == 1
     assert capsys.readouterr().err == f"{path}: warm_step_ms.stage_1.median is 110, the limit is 109.5\n"
@@ -311,7 +302,7 @@ def test_a_limit_kept_passes_one_exceeded_exits_1_with_both_numbers_and_one_of_n
 
 def test_the_command_compares_two_runs_and_names_a_mistake_without_a_traceback(tmp_path, capsys):
     after = recorded(stage_1=(900.0, 55.0)) | {"job": JOB | {"height": 768}}
-    report_main([write(tmp_path, recorded(), "a.json"), write(tmp_path, after, "b.json")])
+    report_main([write(tmp_path / "a.json", recorded()), write(tmp_path / "b.json", after)])
     text = capsys.readouterr().out
     assert "B/A" in text and text.count("end to end") == 2
     assert "differs: job.height: 384 -> 768" in text and max(map(len, text.splitlines())) <= 100
@@ -330,3 +321,89 @@ def test_the_plot_is_a_png_of_1200_by_500(tmp_path):
     for reports in ([recorded(), recorded(stage_1=(174e3, 300.0))], [report_of(Recorder())]):
         plot.plot(reports, tmp_path / "new" / "plot.png")
         assert image.imread(tmp_path / "new" / "plot.png").shape[:2] == (500, 1200)
+
+
+# A phase of a second, then two steps with a second between them
+RUN = """
+import sys, time
+from pathlib import Path
+from ltx_neuron.report.progress import PhaseLines, bar
+lines = PhaseLines(Path(sys.argv[1]))
+with lines.phase("load_transformer"):
+    time.sleep(1.2)
+for _ in bar(range(2), "stage 1", "step"):
+    time.sleep(1.2)
+lines.save()
+"""
+# A print in a phase of two seconds
+PRINTS = """
+import time
+from ltx_neuron.report.progress import line, printing
+with line("checking the files"), printing():
+    time.sleep(0.7)
+    print("recipe:", "distilled")
+    time.sleep(0.7)
+"""
+TIMES = "artifacts/calibration/phases.json"  # of this machine
+
+
+def on_a_terminal(*command: str) -> str:
+    """What a command prints on a terminal of 80 columns."""
+    host, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+    process, printed = subprocess.Popen([sys.executable, *command], stdout=terminal, stderr=terminal), bytearray()
+    os.close(terminal)
+    with suppress(OSError):  # the process has ended
+        while True:
+            printed += os.read(host, 4096)
+    os.close(host)
+    assert process.wait(60) == 0
+    return printed.decode()
+
+
+def test_a_terminal_shows_the_seconds_of_phases_and_of_steps_and_those_of_the_last_time(tmp_path):
+    (tmp_path / "artifacts").mkdir()
+    first, second = (on_a_terminal("-c", RUN, str(tmp_path / TIMES)) for _ in range(2))
+    assert re.search(r"loading the transformer: 00:00", first) and "last time" not in first
+    assert re.search(r"loading the transformer: 00:01", first), "its seconds pass"
+    assert re.search(r"loading the transformer: 1\.\d s\r\n", first)
+    assert re.search(r"stage 1: +0%[^\r]*\[00:01<", first), "time passes between steps"
+    assert "loading the transformer: 00:00, last time 1 s" in second
+    printed = re.sub(r"\x1b\[\w", "", second)
+    assert all(len(text) <= 80 for text in re.split(r"[\r\n]+", printed))
+
+
+def test_what_is_printed_while_a_line_counts_stands_above_it():
+    printed = on_a_terminal("-c", PRINTS).split("recipe: distilled")
+    assert len(printed) == 2 and printed[0].endswith("\r"), "the line is cleared first"
+    assert re.match(r"\r\n\r?checking", printed[1])
+
+
+def test_the_recorder_shows_each_phase_but_those_that_have_a_bar():
+    recorder, titles = Recorder(), []
+    recorder.show = lambda name: line(titles.append(name) or name)
+    with recorder.phase("encode_text"):
+        pass
+    with recorder.phase("denoise_stage_1", shown=False):
+        pass
+    assert titles == ["encode_text"] and {*PHASES} == {*TITLES} - {"check"}
+
+
+def test_times_of_another_video_size_are_not_shown_for_this_one(tmp_path):
+    (tmp_path / "artifacts").mkdir()
+    lines = PhaseLines(tmp_path / TIMES)
+    lines.size = "512x768, 121 frames"
+    for name in ("decode_video", "load_transformer"):
+        with lines.phase(name):
+            pass
+    lines.save()
+    assert {*PhaseLines(tmp_path / TIMES)._seconds} == {"decode_video 512x768, 121 frames", "load_transformer"}
+
+
+def test_nothing_is_printed_where_stderr_is_no_terminal_but_a_bar_in_a_notebook(tmp_path, capsys):
+    done = subprocess.run([sys.executable, "-c", RUN, tmp_path / TIMES], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert not (tmp_path / TIMES).exists(), "there is no artifacts folder"
+    for shown in (True, False):
+        assert [*bar(range(3), "stage 1", "step", shown=shown)] == [0, 1, 2]
+        assert ("stage 1: 100%" in capsys.readouterr().err) == shown
