@@ -81,7 +81,7 @@ def test_a_worker_adds_up_the_seconds_of_its_work(setup, tiny, tmp_path):
     with worker(setup, tiny, tmp_path) as (working, _), ThreadPoolExecutor(1) as other:
         working.stop.set()
         working.run()
-        recorder, state = working.engine.recorder, working._state
+        recorder = working.engine.recorder
 
         def decode_sound() -> None:
             with recorder.phase("decode_audio"):
@@ -92,6 +92,7 @@ def test_a_worker_adds_up_the_seconds_of_its_work(setup, tiny, tmp_path):
                 other.submit(decode_sound).result()
             recorder.finished(seconds)
             working._keep_records()
+        state = working._state
     assert state["video_seconds"] == 5.0
     assert 0.2 <= state["busy_seconds"] < sum(state["phases"].values()) - 0.15
 
