@@ -73,24 +73,21 @@ def test_answers_are_openais_types_and_the_model_says_which_sizes_are_compiled(o
     assert caught.value.code == "profile_mismatch" and "64x64, 9 frames" in caught.value.message
 
 
-# --- one worker, in this process ------------------------------------------------------------------
-
-
 def test_a_worker_adds_up_the_seconds_of_its_work(setup, tiny, tmp_path):
     """Busy seconds count every moment once, also where phases overlap: a clip's price is made of them."""
     with worker(setup, tiny, tmp_path) as (working, _), ThreadPoolExecutor(1) as other:
         working.stop.set()
         working.run()
-        recorder = working.engine.recorder
+        engine = working.engine
 
         def decode_sound() -> None:
-            with recorder.phase("decode_audio"):
+            with engine.recorder.phase("decode_audio"):
                 time.sleep(0.1)
 
         for seconds in (2.0, 3.0):
-            with recorder.phase("decode_video"):
+            with engine.recorder.phase("decode_video"):
                 other.submit(decode_sound).result()
-            recorder.finished(seconds)
+            engine.recorder.finished(seconds)
             working._keep_records()
         state = working._state
     assert state["video_seconds"] == 5.0

@@ -19,8 +19,7 @@ from typed import ended
 
 from ltx_neuron.hub import RELEASE_FILES, NotDownloaded, local_path, no_downloads
 
-LATER = "Lightricks/LTX-2.5"
-PUBLISHED = RELEASE_FILES[LTX]
+LATER, PUBLISHED = "Lightricks/LTX-2.5", RELEASE_FILES[LTX]
 CHECKPOINT, ROOT, SPATIAL = "--checkpoint-path", "--gemma-root", "--spatial-upsampler-path"
 VIDEO, AUDIO, HEAD = "--video-vae-path", "--audio-vae-path", "--duration-head-path"
 SIZE = ["--height", "64", "--width", "64", "--num-frames", "9", "--tp-degree", "1", "--profile", "cpu"]
@@ -86,8 +85,7 @@ FORMATS += [(b'{"metadata": {}}', "JSON text"), (b"<!DOCTYPE html>", "web page")
 FORMATS += [(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git-lfs")]
 OLDER = {"config": '{"transformer": {"audio_num_attention_heads": 4}}'}
 PLAIN, LORA = {"proj_in.weight": torch.zeros(2)}, {"x.lora_A.weight": torch.zeros(2, 2)}
-WEIGHTS = "model.safetensors"
-DIFFUSERS = "transformer/diffusion_pytorch_model.safetensors"
+WEIGHTS, DIFFUSERS = "model.safetensors", "transformer/diffusion_pytorch_model.safetensors"
 # The flag, how the file is made that somebody has, and what the error calls it
 Case = tuple[str, Callable[[Files], str], str]
 CASES: list[Case] = [
