@@ -1,6 +1,5 @@
-"""Records of what Lightricks' packages make of a job: test/golden/NAME.safetensors, which tools/golden writes. A record
-has some elements of each tensor, evenly spread, and its shape. A CPU without AVX2 draws other weights for the tiny
-models, and ends up to 5e-5 away."""
+"""Records of what Lightricks' packages make of a job, which tools/golden writes: elements and shapes of each tensor. A
+CPU without AVX2 draws other weights for the tiny models, and ends up to 5e-5 away."""
 
 import json
 import math

@@ -130,10 +130,10 @@ class Compiled:
 
     transformer = SimpleNamespace(num_layers=48)
 
-    def __init__(self, *sizes: Size, recipe="distilled", artifacts="/nonexistent", release=RELEASES[0], **inputs):
-        self.artifacts, self.release, self.recorded = artifacts, release, {}
+    def __init__(self, *sizes: Size, recipe="distilled", artifacts="/nonexistent", **inputs):
+        self.artifacts, self.release, self.recorded = artifacts, RELEASES[0], {}
         for size in sizes:
-            job = of_release(make_job("", size, recipe=recipe, **inputs), release)
+            job = of_release(make_job("", size, recipe=recipe, **inputs), self.release)
             for bucket in job.buckets:
                 self.recorded.setdefault(bucket.name, []).append(compiled_size(job))
 
@@ -144,8 +144,6 @@ class Compiled:
         return self.recorded
 
     def resolved(self, job):
-        if job.num_generated_keyframes and not self.release.split:
-            raise UserError("LTX-2.3 generates no keyframes")
         return of_release(job, self.release)
 
     def dit_programs_for(self, job, stage):
@@ -153,6 +151,10 @@ class Compiled:
         if any(bucket.name not in self.recorded for bucket in buckets):
             raise UserError("not compiled")
         return [(bucket, None) for bucket in buckets]
+
+
+def open_queue(folder, **settings) -> closing[Queue]:
+    return closing(Queue(folder / "queue.sqlite", folder / "jobs", **settings))
 
 
 @contextmanager
@@ -166,7 +168,7 @@ def opened(tmp_path, tokens: bool = True, **settings):
     workspace.checkpoint_path.touch()
     token = new_token(tmp_path / "tokens.json", "ada")
     sizes = SizeRegistry(workspace, CompiledSize(SMALL, "distilled"), upsamplers=())
-    with closing(Queue(tmp_path / "queue.sqlite", tmp_path / "jobs")) as queue:
+    with open_queue(tmp_path) as queue:
         limits = Limits(max_queue=10, max_body_mb=MOST_BODY / 2**20, rate=1e9)
         submitter = JobSubmitter(queue, sizes, "tiny", limits)
         owners = Tokens.load(tmp_path / "tokens.json" if tokens else None)

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -12,8 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from conftest import ROOT, SCRIPT_SECONDS, once, succeeded
+from conftest import SCRIPT_SECONDS, once, succeeded
 from helpers import tone, wait_for, write_sound
+from lib.service import Service as LoggedService
 
 from ltx_neuron.artifacts.workspace import RunOptions, Workspace
 from ltx_neuron.config.profiles import resolve
@@ -77,27 +76,19 @@ def sound_file(shared: Path) -> Path:
     return write_sound(own, samples, 24000, "pcm_s16le", "stereo", "s16").rename(path)
 
 
-class Service:
-    """python -m ltx_neuron.serve on a data folder, which outlives it."""
+class Service(LoggedService):
+    """python -m ltx_neuron.serve for two owners, on a data folder, which outlives it."""
 
     def __init__(self, setup, tiny, folder):
         self.folder, tokens = folder, folder / "tokens.json"
         self.tokens = {name: new_token(tokens, name) for name in ("ada", "bob")}
         flags = dict(neuron_gemma=True, spatial_upsampler_path=tiny.spatial_upsampler)
-        words = setup.words(**flags, data_dir=folder / "data", tokens_file=tokens, port=0)
-        self.command = [sys.executable, "-m", "ltx_neuron.serve", *words]
+        super().__init__(setup.words(**flags, tokens_file=tokens), folder, jobs=1000)
+        self.log.reconfigure(line_buffering=True)  # tests read it
 
     def start(self) -> None:
-        self.log = open(self.folder / "log", "ab")
-        self.process = subprocess.Popen(self.command, cwd=ROOT, stdout=subprocess.PIPE, stderr=self.log, text=True)
-        self.url = next(line.split()[1] for line in self.process.stdout if line.startswith("serving: "))
-        threading.Thread(target=self._copy, daemon=True).start()
+        super().start()
         wait_for(lambda: self.client()._client.get(self.url[:-3] + "/ready").status_code == 200)
-
-    def _copy(self) -> None:
-        for line in self.process.stdout:
-            self.log.write(line.encode())
-            self.log.flush()
 
     def client(self, owner: str = "ada", **more):
         import openai

@@ -2,6 +2,7 @@
 
 import argparse
 import runpy
+import shlex
 import sys
 from unittest import mock
 
@@ -10,7 +11,7 @@ from conftest import ROOT
 
 from ltx_neuron import errors, flags
 from ltx_neuron.command_line import Parser
-from ltx_neuron.commands import dispatch
+from ltx_neuron.commands import VERBS, dispatch
 from ltx_neuron.job import Job
 
 
@@ -48,6 +49,12 @@ def ended(*words: object) -> int:
     except SystemExit as end:
         return end.code or 0
     return 0
+
+
+def typed_in(line: str) -> None:
+    """Run a printed command in this process."""
+    words = shlex.split(line)
+    dispatch(words[next(at for at, word in enumerate(words) if word in VERBS) :])
 
 
 def run(script: str, words: list[str]) -> int:

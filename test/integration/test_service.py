@@ -5,7 +5,6 @@ import sqlite3
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from io import BytesIO
 
 import pytest
@@ -17,21 +16,16 @@ from pydantic import TypeAdapter, ValidationError
 needs("fastapi", "prometheus_client", extras="dev,serve")
 
 import serving  # noqa: E402
-from engines import opened_workspace  # noqa: E402
 from serving import ASKED, ask, run_until, worker  # noqa: E402
 
-from ltx_neuron.engine.run import Engine  # noqa: E402
-from ltx_neuron.report.latency import Recorder  # noqa: E402
 from ltx_neuron.service import database  # noqa: E402
 from ltx_neuron.service.jobs import VIDEO  # noqa: E402
-from ltx_neuron.service.queue import Queue  # noqa: E402
-from ltx_neuron.service.worker import Worker  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Sora API")  # the wire format lives on
 openai, setup, wanted, service = serving.openai, serving.setup, serving.wanted, serving.service  # fixtures
 
 
-def test_openais_client_gets_the_scripts_bytes_lists_and_deletes(openai, service, wanted, tiny, shared, tmp_path):
+def test_openais_client_and_the_sync_route_get_the_scripts_bytes(openai, service, wanted, tiny, shared, tmp_path):
     """Of two stages, of a seed, of a picture that a video holds, and of a sound that it is made for."""
     client = service.client("bob")
     held = {"prompt": "a golden retriever", "size": "64x64", "input_reference": tiny.image}
@@ -39,6 +33,9 @@ def test_openais_client_gets_the_scripts_bytes_lists_and_deletes(openai, service
     sent = {"data": {"prompt": "a man says hello", "size": "64x64"}, "headers": client.auth_headers}
     sent["files"] = {"audio_reference": serving.sound_file(shared).read_bytes()}  # its method takes no other file
     ids.append(client._client.post(service.url + "/videos", **sent).json()["id"])
+    sent = {"json": {"prompt": ASKED[0][0]["prompt"], "size": "64x64"}, "headers": service.client().auth_headers}
+    answer = client._client.post(service.url + "/videos/sync", **sent, timeout=300)
+    assert answer.headers["content-type"] == "video/mp4" and answer.content == wanted[0]
     for id, content in zip(ids, wanted[1:], strict=True):
         video = client.videos.poll(id, poll_interval_ms=100)
         assert (video.status, video.progress, video.error) == ("completed", 100, None)
@@ -54,12 +51,6 @@ def test_openais_client_gets_the_scripts_bytes_lists_and_deletes(openai, service
     with pytest.raises(openai.NotFoundError):
         client.videos.retrieve(ids[1])
     assert [v.id for v in client.videos.list()] == [ids[3], ids[2], ids[0]]
-
-
-def test_the_sync_route_has_the_bytes_that_the_script_writes(service, wanted):
-    body, client = {"prompt": ASKED[0][0]["prompt"], "size": "64x64"}, service.client()
-    answer = client._client.post(service.url + "/videos/sync", json=body, headers=client.auth_headers, timeout=300)
-    assert answer.headers["content-type"] == "video/mp4" and answer.content == wanted[0]
 
 
 def test_answers_are_openais_types_and_the_model_says_which_sizes_are_compiled(openai, service):
@@ -82,24 +73,20 @@ def test_answers_are_openais_types_and_the_model_says_which_sizes_are_compiled(o
     assert caught.value.code == "profile_mismatch" and "64x64, 9 frames" in caught.value.message
 
 
-# --- one worker, in this process ------------------------------------------------------------------
-
-
-def test_a_worker_adds_up_the_seconds_of_its_work(tiny, tmp_path):
+def test_a_worker_adds_up_the_seconds_of_its_work(setup, tiny, tmp_path):
     """Busy seconds count every moment once, also where phases overlap: a clip's price is made of them."""
-    queue = Queue(tmp_path / "queue.sqlite", tmp_path / "jobs")
-    with closing(queue), Engine(opened_workspace(tiny, tmp_path), Recorder()) as engine:
-        working = Worker(queue, engine, "w1")
+    with worker(setup, tiny, tmp_path) as (working, _), ThreadPoolExecutor(1) as other:
         working.stop.set()
         working.run()
+        engine = working.engine
 
         def decode_sound() -> None:
             with engine.recorder.phase("decode_audio"):
                 time.sleep(0.1)
 
         for seconds in (2.0, 3.0):
-            with engine.recorder.phase("decode_video"), ThreadPoolExecutor(1) as other:
-                other.submit(decode_sound)
+            with engine.recorder.phase("decode_video"):
+                other.submit(decode_sound).result()
             engine.recorder.finished(seconds)
             working._keep_records()
         state = working._state

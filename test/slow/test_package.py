@@ -1,5 +1,4 @@
-"""The sdist and the wheel: built as for a release, what is in them, and the wheel in an environment
-of its own, in an empty folder."""
+"""The sdist and the wheel, built as for a release: what is in them, and the wheel in an environment of its own."""
 
 import os
 import re
@@ -40,25 +39,19 @@ def tracked() -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def built(tracked, tmp_path_factory) -> Path:
-    """The folder of an sdist of the tracked files and of the wheel that is built from it."""
+def built(tracked, tmp_path_factory) -> list[Path]:
+    """An sdist of the tracked files, and the wheel that is built from it."""
     clone, built = tmp_path_factory.mktemp("clone"), tmp_path_factory.mktemp("dist")
     for name in tracked:
         (clone / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, clone / name)
     succeeded(run([sys.executable, "-m", "build", "--no-isolation", "--outdir", built, clone]))
-    return built
+    return [next(built.glob(pattern)) for pattern in ("*.tar.gz", "*.whl")]
 
 
-@pytest.fixture(scope="module")
-def wheel(built) -> Path:
-    (path,) = built.glob("*.whl")
-    return path
-
-
-def test_the_sdist_is_the_clone_and_the_wheel_the_package_without_the_demos_files(built, wheel, tracked):
-    (path,) = built.glob("*.tar.gz")
-    with tarfile.open(path) as archive:
+def test_the_sdist_is_the_clone_and_the_wheel_the_package_without_the_demos_files(built, tracked):
+    sdist, wheel = built
+    with tarfile.open(sdist) as archive:
         files = {each.name.partition("/")[2] for each in archive if each.isfile()}
     generated = {name for name in files if ".egg-info/" in name} | {"PKG-INFO", "setup.cfg"}
     assert files - generated == {name for name in tracked if not name.startswith("tools/train_demo/")} - generated
@@ -77,11 +70,11 @@ def test_the_sdist_is_the_clone_and_the_wheel_the_package_without_the_demos_file
 
 
 @pytest.fixture(scope="module")
-def installed(wheel, tmp_path_factory) -> Path:
+def installed(built, tmp_path_factory) -> Path:
     """The program, in a new environment that has this one's packages but for ltx-neuron."""
     environment = tmp_path_factory.mktemp("environment")
     succeeded(run([sys.executable, "-m", "venv", "--without-pip", environment]))
-    install = ["install", "--quiet", "--no-deps", "--no-index", wheel]
+    install = ["install", "--quiet", "--no-deps", "--no-index", built[1]]
     succeeded(run([sys.executable, "-m", "pip", "--python", environment / "bin/python", *install]))
     (site,) = environment.glob("lib/python*/site-packages")
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))

@@ -1,9 +1,7 @@
-"""ltx-neuron prepare, killed and continued: it makes what the scripts make, to the same bits; and what other commands
-say to type makes what they lack."""
+"""ltx-neuron prepare makes what the scripts make, to the same bits; what commands say to type makes what they lack."""
 
 import os
 import re
-import shlex
 import subprocess
 import sys
 
@@ -12,10 +10,11 @@ from conftest import QUICK
 from helpers import picture_frames, wait_for, write_film
 from jobs import make_job
 from runs import SIZE, TP
+from typed import typed_in
 
 from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.backends.manifest import sha256
-from ltx_neuron.commands import VERBS, dispatch
+from ltx_neuron.commands import dispatch
 from ltx_neuron.config.profiles import resolve
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST, read_json
@@ -36,13 +35,7 @@ def content(folder) -> dict[str, object]:
     }
 
 
-def type_in(command: str) -> None:
-    """A printed command, in this process."""
-    words = shlex.split(command)
-    dispatch(words[next(at for at, word in enumerate(words) if word in VERBS) :])
-
-
-def test_a_killed_preparation_goes_on_and_the_next_one_does_nothing(scripts, tiny, tmp_path, capsys):
+def test_a_killed_preparation_goes_on_and_the_next_one_does_nothing(scripts, tiny, tmp_path, capsys, monkeypatch):
     setup = scripts(tiny, TP)
     typed = [*setup.words(**SIZE, spatial_upsampler_path=tiny.spatial_upsampler), "--artifacts-dir", str(tmp_path)]
     command = [sys.executable, "-m", "ltx_neuron", "prepare", *typed]
@@ -51,8 +44,8 @@ def test_a_killed_preparation_goes_on_and_the_next_one_does_nothing(scripts, tin
     process.kill()
     process.wait()
     dispatch(["prepare", *typed])
-    # The weights were finished.
-    assert "1 of 1: DiT graphs, 64x64, 9 frames, two stages" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "1 of 1: DiT graphs, 64x64, 9 frames, two stages" in printed  # the weights were finished
     prepared, times = content(tmp_path), {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     dispatch(["prepare", *typed])
     assert "nothing to do" in capsys.readouterr().out
@@ -62,6 +55,9 @@ def test_a_killed_preparation_goes_on_and_the_next_one_does_nothing(scripts, tin
     theirs = content(setup.artifacts)
     assert len(prepared) > 9 and {name: theirs[name] for name in prepared} == prepared
     assert os.listdir(tmp_path / "calibration")
+    monkeypatch.chdir(tmp_path)
+    typed_in(printed.strip().splitlines()[-1])  # to make a video
+    assert (tmp_path / "out.mp4").stat().st_size > 1000
 
 
 def test_what_doctor_says_to_type_makes_all_that_it_lacks(scripts, tiny, tmp_path, capsys):
@@ -77,7 +73,7 @@ def test_what_doctor_says_to_type_makes_all_that_it_lacks(scripts, tiny, tmp_pat
             break
         for line in lines:
             kinds |= {" ".join(re.findall(r"(?:shard|compile) \w+", line))}
-            type_in(line)
+            typed_in(line)
         capsys.readouterr()
     assert not lines, lines
     assert {"shard transformer", "compile transformer", "compile gemma3", "compile vae"} <= kinds
@@ -96,5 +92,5 @@ def test_what_the_python_api_says_to_type_makes_what_is_missing(tiny, tmp_path):
     ):
         with pytest.raises(UserError) as refused:
             needed()
-        type_in(str(refused.value).rpartition("Make them: ")[2])
+        typed_in(str(refused.value).rpartition("Make them: ")[2])
         needed()

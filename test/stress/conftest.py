@@ -33,9 +33,8 @@ KINDS = {
 
 @pytest.fixture(scope="module", params=KINDS)
 def run(request, scripts, tiny, tmp_path_factory) -> SimpleNamespace:
-    """A kind's job: `begun` starts it in a folder, `finish` waits for its end and returns what it wrote: video or
-    sound, and the tensors that are made, which a resumed run saves as well (not the text's hidden states, and not what
-    is encoded of the files). `written` is that undisturbed, in so many seconds."""
+    """A kind's job: `begun` starts it in a folder, `finish` waits for its end and returns the video or sound and the
+    tensors that a resumed run makes as well. `written` is that of an undisturbed run, which takes so many seconds."""
     folder, (tp, flags_of) = tmp_path_factory.mktemp("undisturbed"), KINDS[request.param]
     film = made_film(folder / "film.mp4", 17, 64, 64)
     flags = {"recipe": "distilled", "prompt": "a red fox"} | flags_of(film, tiny.lora)

@@ -1,5 +1,4 @@
-"""Generations at TP 4 beside busy loops, and generations that are paused for ten seconds at a random moment: all end
-well, with the same bytes."""
+"""Generations at TP 4 beside busy loops or paused at a random moment end well, with the same bytes."""
 
 import random
 import subprocess
@@ -22,8 +21,7 @@ LOOP = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
 
 @pytest.mark.parametrize("number", range(stress_count(25)))
 def test_clips_made_beside_busy_loops_are_the_same(run, tmp_path, number):
-    """Starting and loading are under load as well: several processes run at a time. The loops have sessions of their
-    own: Linux shares CPUs between sessions."""
+    """Several at a time start and load under load. Linux shares CPUs between sessions: the loops have their own."""
     loops = [subprocess.Popen([sys.executable, "-c", LOOP], start_new_session=True) for _ in range(LOOPS)]
     try:
         processes = {}

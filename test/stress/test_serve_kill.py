@@ -1,5 +1,4 @@
-"""Kill -9 of the service's front and of its worker at random moments, while jobs are sent and made: every accepted job
-is completed, once, with the bytes that generate_ltx23.py writes."""
+"""Kill -9 of the service's front and of its worker at random moments, while jobs are sent and made."""
 
 import json
 import random
@@ -31,8 +30,7 @@ def send(service: Service, ids: list[str], queue: Queue) -> None:
 
 
 def disturb(service: Service, queue: Queue) -> None:
-    """Kill the front and the worker, or a replica, in turn; before each kill a random number of videos are made.
-    Half-way a Ray node is killed as well, and another joins."""
+    """Kill the front and the worker, or a replica, in turn, and half-way a Ray node, for which another joins."""
     chance, most = random.Random(SEED), round(1.8 * JOBS / (2 * KILLS + 1))
     for number in range(2 * KILLS):
         until = min(queue.counts()["completed"] + chance.randint(0, most), JOBS)

@@ -1,5 +1,4 @@
-"""Processes that shard, compile, generate and read the prompt cache in one artifacts folder, all at once: every one of
-them succeeds, and what lies there afterwards is whole."""
+"""Processes that shard, compile, generate and read the prompt cache in one folder at once all succeed."""
 
 from concurrent.futures import ThreadPoolExecutor
 

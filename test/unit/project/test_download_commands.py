@@ -1,24 +1,25 @@
 """The hf commands in errors about model files are run, with a hub on loopback, and what they download is taken."""
 
-import json
 import re
 import shlex
 import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 from hub_server import GEMMA, LTX, released
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save
+from tiny import TinyAssets
+from tiny.split import SplitAssets
 from typed import ended
 
 from ltx_neuron.hub import RELEASE_FILES, NotDownloaded, local_path, no_downloads
 
-LATER = "Lightricks/LTX-2.5"
-PUBLISHED = RELEASE_FILES[LTX]
+LATER, PUBLISHED = "Lightricks/LTX-2.5", RELEASE_FILES[LTX]
 CHECKPOINT, ROOT, SPATIAL = "--checkpoint-path", "--gemma-root", "--spatial-upsampler-path"
 VIDEO, AUDIO, HEAD = "--video-vae-path", "--audio-vae-path", "--duration-head-path"
 SIZE = ["--height", "64", "--width", "64", "--num-frames", "9", "--tp-degree", "1", "--profile", "cpu"]
@@ -31,13 +32,11 @@ def home(tiny, split, tmp_path, monkeypatch) -> Path:
         yield tmp_path / "home"
 
 
-class Files:
+class Files(NamedTuple):
     """Makes the provoking file of a case in the present folder, and returns its path."""
 
-    def __init__(self, tiny, split):
-        self.tiny, self.split = tiny, split
-        with safe_open(tiny.checkpoint, "pt") as file:
-            self.metadata = file.metadata()
+    tiny: TinyAssets
+    split: SplitAssets
 
     def content(self, name: str, content: bytes) -> str:
         Path(name).parent.mkdir(parents=True, exist_ok=True)
@@ -51,32 +50,17 @@ class Files:
         return self.content(name, source.read_bytes())
 
     def tensors(self, name: str, tensors: dict, metadata: dict | None = None) -> str:
-        Path(name).parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, name, metadata)
-        return name
+        return self.content(name, save(tensors, metadata))
 
     def part(self, name: str, *without: str) -> str:
-        tensors = load_file(self.tiny.checkpoint)
-        kept = {key: tensor for key, tensor in tensors.items() if not key.startswith(without)}
-        return self.tensors(name, kept, self.metadata)
+        with safe_open(self.tiny.checkpoint, "pt") as file:
+            kept = {key: file.get_tensor(key) for key in file.keys() if not key.startswith(without)}
+            return self.tensors(name, kept, file.metadata())
 
     def shards(self, folder: str) -> str:
-        tensors = load_file(self.tiny.checkpoint)
         for number in (1, 2):
-            part = {name: tensors[name] for name in list(tensors)[number - 1 :: 2]}
-            self.tensors(f"{folder}/model-0000{number}-of-00002.safetensors", part, self.metadata)
-        self.content(f"{folder}/model.safetensors.index.json", b'{"metadata": {}, "weight_map": {"a": "b"}}')
+            self.copy(f"{folder}/model-0000{number}-of-00002.safetensors", self.tiny.checkpoint)
         return folder
-
-    def diffusers(self, folder: str) -> str:
-        self.content(f"{folder}/model_index.json", b'{"_class_name": "LTX2Pipeline"}')
-        self.tensors(f"{folder}/transformer/diffusion_pytorch_model-00001-of-00002.safetensors", PLAIN)
-        return folder
-
-    def older(self, name: str) -> str:
-        config = json.loads(self.metadata["config"])
-        del config["transformer"]["cross_attention_adaln"]
-        return self.tensors(name, {"a": torch.zeros(1)}, {"config": json.dumps(config)})
 
     def gemma(self, folder: str, without: str = "", renamed: str = "") -> str:
         shutil.copytree(self.tiny.gemma_root, folder)
@@ -87,9 +71,8 @@ class Files:
         return folder
 
     def smaller(self, folder: str) -> str:
-        config = json.loads(Path(self.gemma(folder), "config.json").read_text())
-        config["text_config"]["hidden_size"] //= 2
-        self.content(f"{folder}/config.json", json.dumps(config).encode())
+        config = Path(self.gemma(folder), "config.json")
+        config.write_text(re.sub('"hidden_size": [0-9]+', '"hidden_size": 8', config.read_text()))
         return folder
 
     def within(self, name: str) -> str:
@@ -97,21 +80,16 @@ class Files:
 
 
 # How files begin that somebody downloaded or saved, and what errors call them
-FORMATS = {
-    b"GGUF\3\0\0\0": "a GGUF file",
-    b"\x80\x02}q\0x\0\0": "a pickle",
-    b"PK\3\4\0\0\0\1": "zip archive",
-    b'{"metadata": {}}': "JSON text",
-    b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n": "git-lfs",
-    b"<!DOCTYPE html>": "web page",
-}
+FORMATS = [(b"GGUF\3\0\0\0", "a GGUF file"), (b"\x80\x02}q\0x\0\0", "a pickle"), (b"PK\3\4\0\0\0\1", "zip archive")]
+FORMATS += [(b'{"metadata": {}}', "JSON text"), (b"<!DOCTYPE html>", "web page")]
+FORMATS += [(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git-lfs")]
+OLDER = {"config": '{"transformer": {"audio_num_attention_heads": 4}}'}
 PLAIN, LORA = {"proj_in.weight": torch.zeros(2)}, {"x.lora_A.weight": torch.zeros(2, 2)}
-WEIGHTS = "model.safetensors"
-DIFFUSERS = "transformer/diffusion_pytorch_model.safetensors"
+WEIGHTS, DIFFUSERS = "model.safetensors", "transformer/diffusion_pytorch_model.safetensors"
 # The flag, how the file is made that somebody has, and what the error calls it
 Case = tuple[str, Callable[[Files], str], str]
 CASES: list[Case] = [
-    *((CHECKPOINT, lambda f, begin=begin: f.content("a", begin), name) for begin, name in FORMATS.items()),
+    *((CHECKPOINT, lambda f, begin=begin: f.content("a", begin), name) for begin, name in FORMATS),
     (CHECKPOINT, lambda f: f.cut("ltx.safetensors.part"), "an unfinished"),
     (CHECKPOINT, lambda f: f.cut("mine.safetensors"), "truncated?"),
     (CHECKPOINT, lambda f: f.cut(f"models/{PUBLISHED['dev']}"), "truncated?"),
@@ -120,11 +98,11 @@ CASES: list[Case] = [
     (CHECKPOINT, lambda f: f.content("a.safetensors", b""), "it is empty"),
     (CHECKPOINT, lambda f: f"{f.shards('mine')}/model-00001-of-00002.safetensors", "one of several parts"),
     (CHECKPOINT, lambda f: f.shards("mine"), "a model in 2 parts"),
-    (CHECKPOINT, lambda f: f.diffusers("mine"), "diffusers' layout"),
+    (CHECKPOINT, lambda f: f.within(f.content("mine/model_index.json", b"{}")), "diffusers' layout"),
     (CHECKPOINT, lambda f: f.tensors(DIFFUSERS, PLAIN), "diffusers' layout"),
     (CHECKPOINT, lambda f: f.within(f.content("mine/README.md", b"weights")), "without a transformer"),
     (CHECKPOINT, lambda f: f.within(f.part("mine/vae.safetensors", "model.", "text_")), "without a transformer"),
-    (CHECKPOINT, lambda f: f.older("ltx-2.safetensors"), "LTX version 2.0"),
+    (CHECKPOINT, lambda f: f.tensors("ltx-2.safetensors", PLAIN, OLDER), "LTX version 2.0"),
     (CHECKPOINT, lambda f: f.copy("a.safetensors", f.tiny.spatial_upsampler), "no '"),
     (CHECKPOINT, lambda f: f.copy("gemma.safetensors", f.tiny.gemma_root / WEIGHTS), "no 'config' metadata"),
     (CHECKPOINT, lambda f: f.part("mine.safetensors", "vae.", "audio_", "vocoder."), "the video VAE is missing"),

@@ -1,39 +1,15 @@
-"""What importing the package loads, and limits on files and functions; import contracts are in pyproject.toml."""
+"""What importing the package and the tests loads, and limits on files; import contracts are in pyproject.toml."""
 
 import ast
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+import tiers
 from conftest import ROOT
 from PIL import Image
 
 SRC = ROOT / "src"
-FOLDERS = SRC, ROOT / "shards", ROOT / "compile", ROOT / "benchmarks", ROOT / "test"
-MOST_TOP_MODULES, MOST_FUNCTION_LINES = 9, 64
-
-
-def test_the_package_has_few_modules_at_its_top_and_no_function_is_long():
-    modules = sorted(path.name for path in SRC.glob("ltx_neuron/[!_]*.py"))
-    assert len(modules) <= MOST_TOP_MODULES, modules
-    long = []
-    for path in SRC.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                first = node.body[ast.get_docstring(node) is not None and len(node.body) > 1].lineno
-                if node.end_lineno - first >= MOST_FUNCTION_LINES:
-                    long.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}")
-    assert not long, long
-
-
-def test_no_statement_is_excepted_from_formatting_and_only_benchmarks_change_the_search_path():
-    texts = {path.relative_to(ROOT): path.read_text() for folder in FOLDERS for path in folder.rglob("*.py")}
-    assert [path for path, text in texts.items() if "fmt: " + "skip" in text] == []
-    changing = [path for path, text in texts.items() if "sys.path" in text and path.parts[0] != "test"]
-    assert changing == [Path("benchmarks/lib/__init__.py")]
-
-
 NEURON = ("torch_neuronx", "neuronx_distributed", "libneuronxla", "neuronxcc", "torch_xla", "nki", "nkilib")
 # Code -> which of these modules a fresh interpreter without site-packages' start-up must not have, and those it has
 LOADED = [
@@ -43,6 +19,19 @@ LOADED = [
     ("import ltx_neuron.flags, ltx_neuron.plan, ltx_neuron.host.models", ("torch", "ltx_core", *NEURON), "torch"),
     ("import ltx_neuron.fleet.replica", ("torch", "ray"), ""),  # it reads the environment before torch does
 ]
+
+
+def test_the_package_has_few_modules_at_its_top_and_no_function_is_long():
+    modules = sorted(path.name for path in SRC.glob("ltx_neuron/[!_]*.py"))
+    assert len(modules) <= 9, modules
+    long = []
+    for path in SRC.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                first = node.body[ast.get_docstring(node) is not None and len(node.body) > 1].lineno
+                if node.end_lineno - first >= 64:
+                    long.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}")
+    assert not long, long
 
 
 @pytest.mark.parametrize(("code", "names", "loaded"), LOADED, ids=[code for code, *_ in LOADED])
@@ -61,3 +50,9 @@ def test_the_package_gives_the_pipeline_and_no_other_name():
     assert ltx_neuron.LTXPipeline is LTXPipeline and "LTXPipeline" in dir(ltx_neuron)
     with pytest.raises(AttributeError, match="module 'ltx_neuron' has no attribute 'LTXPipelin'"):
         ltx_neuron.LTXPipelin  # noqa: B018
+
+
+def test_collecting_tests_imports_nothing_that_takes_seconds_and_every_tier_has_a_command(pytestconfig):
+    assert pytestconfig.stash[tiers.IMPORTED] == set()
+    folders = {path.name for path in (ROOT / "test").iterdir() if any(path.glob("test_*.py"))}
+    assert folders <= tiers.COMMANDS.keys()

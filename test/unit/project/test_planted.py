@@ -5,8 +5,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
-PACKAGE = "src/ltx_neuron"
+from conftest import ROOT
 
 
 def test_sixty_faults_can_be_planted_two_in_each_room_and_have_tests_that_find_them():
@@ -15,6 +14,6 @@ def test_sixty_faults_can_be_planted_two_in_each_room_and_have_tests_that_find_t
     assert listed.returncode == 0, listed.stderr
     files = [Path(line.partition(":")[0]) for line in listed.stdout.splitlines()]
     assert len(files) >= 60
-    rooms = {path.parent.name for path in (ROOT / PACKAGE).glob("*/*.py")}
-    planted = Counter(path.parts[2] for path in files if path.is_relative_to(PACKAGE))
+    rooms = {path.parent.name for path in (ROOT / "src/ltx_neuron").glob("*/*.py")}
+    planted = Counter(path.parts[2] for path in files if path.is_relative_to("src/ltx_neuron"))
     assert [room for room in sorted(rooms) if planted[room] < 2] == []

@@ -14,6 +14,8 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.serve.__main__ import build_parser, check, database, main
 from ltx_neuron.service.server import addresses, check_port
 
+LOCAL = "127.0.0.1", "127.0.0.2", "localhost", "::1"
+
 
 def parsed(*words: str):
     return build_parser().parse_args(list(words))
@@ -28,9 +30,6 @@ def test_the_database_is_a_file_however_it_is_spelled():
     for url in ("postgresql://me@host/jobs", "postgresql:///jobs"):
         with pytest.raises(UserError, match="the queue uses SQLite; type a file's path"):
             database(parsed("--database", url))
-
-
-LOCAL = "127.0.0.1", "127.0.0.2", "localhost", "::1"
 
 
 @pytest.mark.parametrize("host", [*LOCAL, "0.0.0.0", "192.168.1.7", "::", "my-machine"])
@@ -71,9 +70,8 @@ def test_the_page_has_an_address_and_a_machine_without_a_screen_a_tunnel(monkeyp
 
 
 def test_a_worker_that_is_still_importing_ends_with_its_parent():
-    """It ends by the signal, before the service's own modules could handle one."""
     command = [sys.executable, "-m", "ltx_neuron.serve.supervised", "--role", "worker"]
-    # As the system closes it when the parent is killed.
+    # Its input ends as where the parent is killed; so does it, before the service's modules could handle a signal.
     process = subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=60)
     assert (process.returncode, process.stderr) == (-signal.SIGTERM, b"")
 

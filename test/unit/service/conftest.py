@@ -1,4 +1,4 @@
-"""A service in this process for each test that asks for one, one for each kind of job, and files to send."""
+"""A service in this process for each test that asks for one, and files to send."""
 
 import pytest
 from helpers import picture_frames, tone, write_film, write_sound
@@ -9,7 +9,7 @@ from PIL import Image
 def service(tmp_path):
     from service_app import opened
 
-    with opened(tmp_path) as service:
+    with opened(tmp_path, page=True) as service:
         yield service
 
 
@@ -27,18 +27,3 @@ def files(tmp_path_factory) -> dict[str, bytes]:
     (folder / "text.txt").write_text("a text\n" * 100)
     (folder / "list.m3u8").write_text(f"#EXTM3U\n#EXTINF:1,\nfile://{folder}/sound.wav\n")
     return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-@pytest.fixture(scope="module")
-def opened_studio(tmp_path_factory, files):
-    from unit.service import studio
-
-    with studio.opened(tmp_path_factory.mktemp("studio"), files) as service:
-        yield service
-
-
-@pytest.fixture
-def studio(opened_studio, monkeypatch):
-    """With graphs for each kind of job. Sounds and videos are not decoded to be checked."""
-    monkeypatch.setattr("ltx_neuron.service.media.check", lambda *_: None)
-    return opened_studio

@@ -6,11 +6,11 @@ import io
 import json
 import re
 import sys
-import threading
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -32,33 +32,18 @@ class Interrupted(Exception):
     """ComfyUI's InterruptProcessingException."""
 
 
-class Comfy:
-    """All modules of ComfyUI that the node imports: `seen` of the progress bar, `previews` in it and `texts` on nodes;
-    set `interrupted` to press its button."""
-
-    def __init__(self, temp: Path):
-        self.seen, self.previews, self.texts, self.interrupted = [], [], [], False
-        self.utils = self.model_management = self.latest = self.PromptServer = self.instance = self.InputImpl = self
-        self.get_temp_directory = lambda: str(temp)
-        self.VideoFromFile = lambda file: SimpleNamespace(get_stream_source=lambda: file)
-        self.ProgressBar = lambda total, node_id: self
-
-    def throw_exception_if_processing_interrupted(self) -> None:
-        if self.interrupted:
-            raise Interrupted
-
-    def update_absolute(self, value: int, total: int, preview: tuple | None = None) -> None:
-        self.seen.append((value, total))
-        self.previews += [preview] if preview else []
-
-    def send_progress_text(self, text: str, node_id: str) -> None:
-        self.texts.append((node_id, text))
+OBJECTS = "utils", "model_management", "latest", "PromptServer", "instance", "InputImpl"
+FUNCTIONS = "get_temp_directory", "VideoFromFile", "ProgressBar", "update_absolute", "send_progress_text"
+INTERRUPTS = "throw_exception_if_processing_interrupted"
 
 
 @pytest.fixture
 def node(service, tmp_path, monkeypatch):
-    """(the node's module, as ComfyUI loads a file of custom_nodes, and ComfyUI)."""
-    comfy = Comfy(tmp_path / "temp")
+    """The node's module, as ComfyUI loads a file of custom_nodes, and all modules of ComfyUI that it imports."""
+    comfy = Mock(spec_set=[*OBJECTS, *FUNCTIONS, INTERRUPTS])
+    for name in OBJECTS:
+        setattr(comfy, name, comfy)
+    comfy.get_temp_directory.return_value, comfy.ProgressBar.return_value = str(tmp_path / "temp"), comfy
     for name in IMPORTED:
         monkeypatch.setitem(sys.modules, name, comfy)
     spec = importlib.util.spec_from_file_location("comfyui_ltx_neuron", ROOT / "comfyui/ltx_neuron.py")
@@ -70,8 +55,7 @@ def node(service, tmp_path, monkeypatch):
 
 
 def executed(module, **inputs):
-    """What ComfyUI does with a node of its first kind of interface: the class by its name, widgets' defaults for what
-    is not connected, and a value for each of its types."""
+    """What ComfyUI does with a node of its first interface, with widgets' defaults for what is not connected."""
     node = module.NODE_CLASS_MAPPINGS["LTXNeuronVideo"]
     kinds = node.INPUT_TYPES()
     widgets = kinds["required"] | kinds["optional"]
@@ -92,17 +76,17 @@ def working(service: Service, end):
         service.queue.report(entry, 40, {"stage": "stage_1"})
         wait_for(lambda: end(entry) is not False)
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    with listening(service) as (host, port):
+    with listening(service) as (host, port), ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(work)
         yield f"http://{host}:{port}/"
-    thread.join(timeout=60)
+        ended.result(60)
 
 
 def test_the_node_shows_previews_and_notes_and_returns_the_video_of_its_picture_and_sound(service, node, monkeypatch):
     module, comfy = node
     monkeypatch.setattr(preflight, "notes", lambda job, workspace: ["the prompt is cut"])
     pixels, sound, jpeg, sent = torch.rand(1, 64, 96, 3), tone(24000, 6.0), io.BytesIO(), {}
+    progress = comfy.update_absolute.call_args_list
     Image.new("RGB", (8, 4), "red").save(jpeg, "JPEG")
 
     def end(entry) -> bool:
@@ -111,25 +95,26 @@ def test_the_node_shows_previews_and_notes_and_returns_the_video_of_its_picture_
             sent["picture"] = Image.open(job.images[0].path).copy()
             sent["sound"] = read_sound(job.sound.path, "")
             (service.queue.folder_of(entry.id) / VIDEO).write_bytes(b"a video with sound")
-        if comfy.seen[-1:] == [(40, 100)]:
+        if progress[-1:] == [call(40, 100, None)]:
             preview = base64.b64encode(jpeg.getvalue()).decode()
             service.queue.report(entry, 50, {"stage": "stage_1", "preview": preview})
-        return bool(comfy.previews) and service.queue.complete(entry)
+        return any(shown.args[2] for shown in progress) and service.queue.complete(entry)
 
     with working(service, end) as server:
         audio = {"waveform": sound[None], "sample_rate": 24000}
         outputs = executed(module, server=server, prompt="waves", seed=2**63, image=pixels, audio=audio)
     path, job = Path(outputs["path"]), sent["job"]
     assert path.read_bytes() == b"a video with sound" and str(path.parent) == comfy.get_temp_directory()
-    assert outputs["video"].get_stream_source() == outputs["path"]
+    comfy.VideoFromFile.assert_called_once_with(outputs["path"])
     assert (job.prompt, job.seed, job.size.sides) == ("waves", 2**63, (512, 768))
     received = torch.frombuffer(bytearray(sent["picture"].tobytes()), dtype=torch.uint8)
     assert torch.equal(received.view(64, 96, 3), pixels[0].mul(255).round().byte())
     assert sent["sound"].rate == 24000
     torch.testing.assert_close(sent["sound"].samples, sound, atol=1e-4, rtol=0)
-    kind, picture, _ = comfy.previews[0]
-    assert (kind, picture.size, comfy.seen[-1]) == ("JPEG", (8, 4), (100, 100))
-    assert outputs["notes"] == "the prompt is cut" and comfy.texts == [("7", outputs["notes"])]
+    kind, picture, _ = next(shown.args[2] for shown in progress if shown.args[2])
+    assert (kind, picture.size, progress[-1]) == ("JPEG", (8, 4), call(100, 100, None))
+    assert outputs["notes"] == "the prompt is cut"
+    comfy.send_progress_text.assert_called_once_with(outputs["notes"], "7")
 
 
 def test_refusals_and_failures_of_the_service_are_the_nodes_errors(service, node, monkeypatch):
@@ -140,7 +125,7 @@ def test_refusals_and_failures_of_the_service_are_the_nodes_errors(service, node
             executed(module, **{"prompt": "waves"} | inputs)
 
     def interrupt(entry) -> bool:
-        comfy.interrupted = True
+        getattr(comfy, INTERRUPTS).side_effect = Interrupted
         return not service.queue.owns(entry)
 
     with working(service, lambda entry: service.queue.fail(entry, "x", "the video could not be made")) as server:
@@ -156,17 +141,13 @@ def test_refusals_and_failures_of_the_service_are_the_nodes_errors(service, node
 
 def test_a_request_that_is_sent_again_has_the_same_key(node, monkeypatch):
     module, _ = node
-    sent = []
-
-    def reset(request, timeout):
-        if request.get_method() == "POST":  # not the list of sizes
-            sent.append(request.get_header("Idempotency-key"))
-        raise ConnectionResetError
-
-    monkeypatch.setattr(module.urllib.request, "urlopen", reset)
+    urlopen = Mock(side_effect=ConnectionResetError)
+    monkeypatch.setattr(module.urllib.request, "urlopen", urlopen)
     with pytest.raises(RuntimeError, match="does not answer"):
         executed(module, prompt="waves", server="http://127.0.0.1:1")
-    assert sent[0] and sent == [sent[0]] * module.ATTEMPTS
+    requests = [asked.args[0] for asked in urlopen.call_args_list]  # with those of the list of sizes
+    keys = [request.get_header("Idempotency-key") for request in requests if request.get_method() == "POST"]
+    assert keys[0] and keys == [keys[0]] * module.ATTEMPTS
 
 
 def test_sizes_and_lora_sets_are_those_of_the_service(service, node, monkeypatch):
@@ -221,6 +202,8 @@ def test_the_folder_is_a_package_of_comfyuis_registry_with_a_workflow_of_the_nod
     (values,) = (node["widgets_values"] for node in nodes if node["type"] == "LTXNeuronVideo")
     inputs = module.LTXNeuronVideo.INPUT_TYPES()
     widgets = [kind for kind, _ in (inputs["required"] | inputs["optional"]).values() if kind not in ("IMAGE", "AUDIO")]
-    assert len(values) == len(widgets) + 1  # a seed has two
+    del values[widgets.index("INT") + 1]  # a seed has two
+    types = {"INT": int, "FLOAT": float, "BOOLEAN": bool}  # others are texts
+    assert [type(value) for value in values] == [types.get(str(kind), str) for kind in widgets]
     imports = re.findall(r"^\s*(?:import|from) (\w+)", (ROOT / "comfyui/ltx_neuron.py").read_text(), re.MULTILINE)
     assert {*imports} - sys.stdlib_module_names == {name.partition(".")[0] for name in IMPORTED} | {"PIL"}

@@ -17,7 +17,7 @@ from ltx_neuron.job import Size
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.spec import GuidanceFields, JobFields, LoraFields
 from ltx_neuron.service import fields as request_fields
-from ltx_neuron.service.api_error import ApiError
+from ltx_neuron.service.api_error import ERRORS, ApiError
 from ltx_neuron.service.fields import KNOWN, HeldImage, VideoRequest, read_request
 from ltx_neuron.service.jobs import job_of
 from ltx_neuron.service.sizes import RequestedSize
@@ -25,14 +25,9 @@ from ltx_neuron.service.sizes import RequestedSize
 PROMPT = {"prompt": "waves crash on the shore"}
 PNG_URL = "data:image/png;base64," + base64.b64encode(b"picture").decode()
 IMAGE, VIDEO = {"image_url": PNG_URL}, {"video_url": PNG_URL}
-URLS = {
-    "input_reference": "image_url",
-    "audio_reference": "audio_url",
-    "video_reference": "video_url",
-    "video_conditioning": "video_url",
-    "conditioning_attention_mask": "video_url",
-    "reference_video": "video_url",
-}
+URLS = {"input_reference": "image_url", "audio_reference": "audio_url"}
+URLS |= dict.fromkeys(("video_reference", "reference_video"), "video_url")
+URLS |= dict.fromkeys(("video_conditioning", "conditioning_attention_mask"), "video_url")
 
 
 def read(**fields) -> VideoRequest:
@@ -108,11 +103,9 @@ REFUSALS = [
     ({"prompt": "x" * 1_000_000}, "prompt_too_long", "prompt", "got 1000000 characters"),
     *(({"seconds": value}, INVALID, "seconds", "seconds: got") for value in ("nan", "inf", True, "1" * 400, 0)),
     ({"size": ["768x512"]}, INVALID, "size", "WIDTHxHEIGHT"),
-    ({"fps": 1001}, INVALID, "fps", "fps: got 1001"),
     ({"seed": 2**64}, INVALID, "seed", f"seed: got {2**64}"),
     ({"next_prompts": ["x" * 10_001]}, INVALID, "next_prompts", "next_prompts.0: got"),
-    ({"video_stg_blocks": "[1"}, INVALID, "video_stg_blocks", "JSON"),
-    *(({name: "[" * 100_000}, INVALID, name, "JSON") for name in ("images", "video_conditioning")),
+    *(({name: "[" * 100_000}, INVALID, name, "JSON") for name in ("images", "video_conditioning", "video_stg_blocks")),
     *(({name: NESTED_LISTS}, INVALID, name, "") for name in ("seed", "video_stg_blocks", "model")),
     ({"images": NESTED_LISTS}, INVALID, "images[0]", ""),
     ({"sead": "5"}, UNKNOWN, "sead", "seed"),
@@ -121,10 +114,7 @@ REFUSALS = [
     *(({"extra_params": other}, INVALID, "extra_params", "JSON object") for other in ("[1]", 0, "a")),
     ({"lora": "x"}, NOT_SUPPORTED, "lora", ""),
     ({"input_reference": {"file_id": "f"}}, NOT_SUPPORTED, "input_reference", "file_id"),
-    *(
-        ({name: {key: "http://169.254.169.254/"}}, NOT_SUPPORTED, FIRST[name], "data URLs")
-        for name, key in URLS.items()
-    ),
+    *(({name: {key: "http://10.0.0.1/"}}, NOT_SUPPORTED, FIRST[name], "data URLs") for name, key in URLS.items()),
     *(({"input_reference": value}, INVALID, "input_reference", "wanted") for value in ({"image_url": 5}, [[]])),
     ({"input_reference": "/etc/passwd"}, NOT_SUPPORTED, "input_reference", "only data URLs"),
     ({"seconds": "5", "num_frames": 121}, INVALID, "seconds", "set the same value"),
@@ -132,20 +122,16 @@ REFUSALS = [
     ({"images[]": [], "images": []}, INVALID, "images", "sent twice"),
     ({"video_reference": PNG_URL, "video_reference[a]": 1}, INVALID, "video_reference", "as a value and as an object"),
     ({"images": [{"path": "/etc/passwd"}]}, INVALID, "images[0]", "images[0].image_url"),
-    ({"images": [IMAGE | {"frame": -2}]}, INVALID, "images[0]", "images[0].frame"),
     ({"input_reference": {"image_url": "data:image/png;base64,%%"}}, INVALID, "input_reference", "base64"),
     ({"input_reference": {"image_url": "data:image/png,AAAA"}}, INVALID, "input_reference", "base64"),
     ({"audio_reference": VIDEO}, INVALID, "audio_reference", "audio_url"),
-    ({"video_conditioning": [VIDEO | {"strength": 2}]}, INVALID, "video_conditioning[0]", "strength"),
     ({"images": [IMAGE] * 8, "input_reference": PNG_URL}, INVALID, "images", "got 9 images in all"),
     # A list is refused before its values are looked at, and not repeated in the message.
     ({"images": json.dumps([IMAGE] * 16)}, INVALID, "images", "images: got 16 values, wanted at most 8"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("fields", "code", "param", "words"), REFUSALS, ids=[f"{n} {row[2]}" for n, row in enumerate(REFUSALS)]
-)
+@pytest.mark.parametrize(("fields", "code", "param", "words"), REFUSALS)
 def test_a_refusal_names_the_field_as_it_was_sent_and_has_a_code_and_a_short_message(fields, code, param, words):
     with pytest.raises(ApiError) as caught:
         read(**fields)
@@ -155,21 +141,17 @@ def test_a_refusal_names_the_field_as_it_was_sent_and_has_a_code_and_a_short_mes
     assert json.dumps(error.content, ensure_ascii=False).encode()  # also characters that UTF-8 lacks
 
 
-def test_every_field_of_a_job_can_be_sent_but_files_by_their_paths_and_loras_by_theirs():
-    uploads = {"image", "audio_path", "video_path"}  # images, audio_reference, video_reference
-    # No size that is offered has the graphs or weights of these; a request needs a known length.
-    no_graphs = {"images_as_guides", "skip_stage_2", "sampler", "sound_only"}
-    no_graphs |= {"dfr", "temporal_upsample_rounds", "auto_duration", "upscale_video"}
-    no_graphs |= {"text_embeddings", "input_colorspace", "exr_colorspace", "high_quality", "no_keyframes", "alpha_gen"}
-    no_graphs |= {"prompts"}  # prompt and next_prompts
-    loras = set(LoraFields.model_fields)  # a lora_set names them
-    assert set(JobFields.model_fields) - set(VideoRequest.model_fields) == uploads | no_graphs | loras
-
-
-def test_the_schema_of_a_body_has_every_field():
+def test_the_schema_of_a_body_has_every_field_of_a_job_but_paths_of_files_and_of_loras():
     schema = VideoRequest.model_json_schema()
     fields = schema["properties"]
     assert set(fields) == KNOWN | {"extra_params"}
+    others = {"image", "audio_path", "video_path"}  # images, audio_reference, video_reference
+    others |= {"prompts", *LoraFields.model_fields}  # prompt and next_prompts, a lora_set
+    # No size that is offered has the graphs or weights of these; a request needs a known length.
+    others |= {"images_as_guides", "skip_stage_2", "sampler", "sound_only", "dfr", "temporal_upsample_rounds"}
+    others |= {"auto_duration", "upscale_video", "text_embeddings", "input_colorspace", "exr_colorspace"}
+    others |= {"high_quality", "no_keyframes", "alpha_gen"}
+    assert set(JobFields.model_fields) - set(VideoRequest.model_fields) == others
     assert schema["required"] == ["prompt"] and schema["additionalProperties"] is False
     assert {"minimum": 1, "maximum": 1000}.items() <= fields["fps"]["anyOf"][0].items()
     assert not any("default:" in field.get("description", "") for field in fields.values())
@@ -177,9 +159,11 @@ def test_the_schema_of_a_body_has_every_field():
     assert {("object", None), ("string", None), ("string", "binary")} <= set(kinds)
 
 
-def test_the_documented_fields_are_those_of_the_schema():
-    table = (ROOT / "docs/serving.md").read_text().partition("| field | meaning |")[2]
-    rows = table.partition("\n\n")[0].splitlines()[2:]
+def test_the_documented_fields_and_codes_are_those_of_the_service():
+    text = (ROOT / "docs/serving.md").read_text()
+    codes = re.findall(r"`(\w+)`", text.partition("| status | code |")[2].partition("\n\n")[0])
+    assert {*codes} == {code for codes in ERRORS.values() for code in codes}
+    rows = text.partition("| field | meaning |")[2].partition("\n\n")[0].splitlines()[2:]
     documented = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
     assert documented <= KNOWN | {"extra_params"}
     missing = {name for name in VideoRequest.model_fields if not documented & {*request_fields._NAMES[name]}}

@@ -1,23 +1,35 @@
 """What becomes of a request: a job with its files, or a refusal in words that leaves nothing."""
 
 from base64 import b64encode
+from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 
 import pytest
+import torch
+from jobs import make_job, read_clip
 from PIL import Image
-from service_app import FORM, SIZE, SMALL, VIDEOS, Sent, form
+from safetensors.torch import save_file
+from service_app import FORM, SIZE, SMALL, VIDEOS, Compiled, Sent, form
+from service_app import opened as opened_service
 
-from ltx_neuron.config.release import RELEASES
+from ltx_neuron.job import Size
+from ltx_neuron.sampling.conditions import AttentionMask, ImageCondition, ReferenceAudio, ReferenceVideo, Retake
 from ltx_neuron.serve.__main__ import capability_jobs, reference_jobs
 from ltx_neuron.service import media, picture, sandbox
 from ltx_neuron.service.jobs import job_of
 from ltx_neuron.service.limits import MAX_JSON_BYTES
-from ltx_neuron.service.openapi import EXAMPLES
 from ltx_neuron.service.settings import Limits
-from unit.service import studio as studios
-from unit.service.studio import FILM, LONG, PAIR, TILES, WIDE, WITH_TAIL, with_files
+from ltx_neuron.weights.lora import Lora
 
+EXAMPLE_FILES = {"wav": "sound.wav", "mp4": "film.mp4", "mkv": "heard.mkv", "png": "picture.png"}
+FILM = Size(64, 96, 57)  # of the videos that are sent: longer than the parts that examples name
+WINDOW = Size(64, 96, 105)  # that makes it two seconds longer
+PAIR, WIDE = Size(128, 192, 57, two_stage=True), Size(128, 256, 57, two_stage=True)  # made with references
+WITH_TAIL = Size(*SMALL.sides, SMALL.num_frames + 8)
+LONG = Size(*SMALL.sides, 121 + 96)  # in two windows
+TILES = {"tile_height": 64, "tile_width": 96}  # six of PAIR's second stage
+VOICES = 51, 126  # latents: 2 and 5 s
 POSE = {"lora_set": "pose", "video_conditioning": "film.mp4", "size": "192x128", "two_stage": "true"}
 PART = {"video_reference": "film.mp4", "start_time": "0.2", "end_time": "0.5"}
 SOUND = {"size": SIZE, "audio_reference": "sound.wav"}
@@ -25,7 +37,60 @@ DUB = {"lora_set": "dub", "reference_video": "heard.mkv"}
 VOICE = {"lora_set": "pose", "reference_audio": "sound.wav"}
 SHORT_VOICE = VOICE | {"reference_audio_max_duration": 2}
 TILED = POSE | {"stage_2_ic_lora": "true", "tile": "1"} | {name: str(side) for name, side in TILES.items()}
-TAIL = {"size": SIZE, "tail_frames": "8"}
+
+
+def with_files(fields: dict, files: dict[str, bytes]) -> dict:
+    """Fields with the files that they name, and those of the kind that an example names."""
+    kinds = {name: EXAMPLE_FILES.get(str(value).rpartition(".")[2], value) for name, value in fields.items()}
+    return {name: files.get(fields[name], files.get(kind, fields[name])) for name, kind in kinds.items()}
+
+
+@contextmanager
+def opened(folder, files: dict[str, bytes]):
+    """A service with graphs for each kind of job."""
+    loras = {name: (Lora(folder / f"{name}.safetensors"),) for name in ("pose", "half", "dub")}
+    for name, (lora,) in loras.items():
+        save_file({"x": torch.zeros(2)}, lora.path, {"reference_downscale_factor": "2"} if name == "half" else None)
+    (folder / "heard.mkv").write_bytes(files["heard.mkv"])
+    reference, half = (ReferenceVideo("x", 1.0, FILM.num_frames, scale) for scale in (1, 2))
+    posed = {"references": (reference,)}
+    with opened_service(folder) as service:
+        sizes = service.sizes
+        sizes.lora_sets = {name: make_job(stage_1_loras=loras[name]) for name in ("pose", "half")}
+        # A LoRA of both stages is no voice's.
+        sizes.lora_sets["both"] = make_job(stage_1_loras=loras["pose"], stage_2_loras=loras["pose"])
+        sizes.lora_sets |= {"default": make_job(), "dub": make_job(loras=loras["dub"])}
+        sizes.upsamplers = {"spatial"}
+        for of, inputs in (
+            ((SMALL, WITH_TAIL), {}),
+            ((LONG,), {"chunked": True, "chunk_pixel_frames": 121}),
+            ((SMALL,), {"images": (ImageCondition("x"),)}),
+            ((SMALL,), {"images": (ImageCondition("x"), ImageCondition("x", 120, 0.8))}),
+            ((SMALL,), {"recipe": "dev"}),
+            ((FILM, WINDOW), {"retake": Retake("x")}),
+            ((PAIR,), posed),
+            ((PAIR,), posed | {"attention_mask": AttentionMask("x")}),
+            ((PAIR,), posed | {"stage_2_ic_lora": True}),
+            ((PAIR,), posed | TILES | {"tile": True, "stage_2_ic_lora": True}),
+            ((WIDE,), {"references": (half,)}),
+            *(((PAIR,), {"reference_sound": ReferenceAudio("x", count)}) for count in VOICES),
+            ((PAIR,), read_clip(folder / "heard.mkv", loras["dub"])),
+        ):
+            sizes.workspace.recorded |= Compiled(*of, **inputs).recorded
+        yield service
+
+
+@pytest.fixture(scope="module")
+def opened_studio(tmp_path_factory, files):
+    with opened(tmp_path_factory.mktemp("studio"), files) as service:
+        yield service
+
+
+@pytest.fixture
+def studio(opened_studio, monkeypatch):
+    """Sounds and videos are not decoded to be checked."""
+    monkeypatch.setattr(media, "check", lambda *_: None)
+    return opened_studio
 
 
 def job_sent(service, **fields) -> tuple:
@@ -58,30 +123,19 @@ HALF = {"lora_set": "half", "video_conditioning[video_url]": "film.mp4", "video_
 WINDOWS = {"size": SIZE, "num_frames": "217", "chunk_pixel_frames": "121", "next_prompts": '["night falls"]'}
 IN_WINDOWS = {"windows.1.chunk.start": 96, "windows.1.prompts.1": "night falls", "size": LONG}
 NO_VOICE = "no LoRA has layers of the sound, so the voice may not be taken over"
-IN_FILM = {"size": "96x64", "num_frames": FILM.num_frames}
+IN_FILM, IN_WINDOW = ({"size": "96x64", "num_frames": size.num_frames} for size in (FILM, WINDOW))
+DUBBED = DUB | {"reference_strength": "0.5", "size": "192x128"}
 # Fields, values of the job, and of the object that the client gets
 JOBS = {
-    "a sound": (
-        SOUND | {"audio_start_time": "0.5", "audio_bed": "-50"},
-        {"sound.start_time": 0.5, "sound.bed": -50, "size": SMALL},
-        {"notes": []},
-    ),
+    "a sound": (SOUND | {"audio_start_time": "1", "audio_bed": "-50"}, {"sound.start_time": 1, "sound.bed": -50}, {}),
     "a part of a film": (PART, {"retake.start_time": 0.2, "retake.end_time": 0.5, "size": FILM}, IN_FILM),
-    "a longer film": (
-        {"video_reference": "heard.mkv", "extend": "2"},
-        {"retake.extend": 2, "retake.source_frames": FILM.num_frames},
-        IN_FILM | {"num_frames": FILM.num_frames + 48},
-    ),
+    "a longer film": ({"video_reference": "heard.mkv", "extend": "2"}, {"retake.extend": 2}, IN_WINDOW),
     "a reference": (HALF, {"references.0.strength": 0.5, "references.0.space_scale": 2, "size": WIDE}, {}),
     "a mask": (POSE | {"conditioning_attention_mask": "film.mp4"}, {"attention_mask.strength": 1.0}, {}),
     "tiles of a size": (TILED, TILES | {"tile": True, "stage_2_ic_lora": True, "size": PAIR}, {}),
     "a voice of 2 s": (SHORT_VOICE, {"reference_sound.latents": 51, "size": PAIR}, {"notes": [NO_VOICE]}),
-    "another language": (
-        DUB | {"reference_strength": "0.5", "size": "192x128"},
-        {"dubbing.strength": 0.5, "size": PAIR},
-        {"num_frames": FILM.num_frames, "fps": 24, "two_stage": True},
-    ),
-    "a tail": (TAIL, {"size": WITH_TAIL, "tail_frames": 8}, {"num_frames": 121, "seconds": "5", "notes": []}),
+    "another language": (DUBBED, {"dubbing.strength": 0.5, "size": PAIR}, {"num_frames": 57, "two_stage": True}),
+    "a tail": ({"size": SIZE, "tail_frames": "8"}, {"size": WITH_TAIL}, {"seconds": "5", "notes": []}),
     "a long clip": (WINDOWS, IN_WINDOWS, {"seconds": "9", "prompt": "waves"}),
 }
 
@@ -98,22 +152,36 @@ def test_a_request_becomes_a_job_with_its_files_beside_it(studio, files, fields,
     assert not folder.exists()
 
 
-def test_a_form_with_a_sound_is_the_same_job_when_it_is_sent_again_with_its_key(studio, files):
-    headers = studio.headers(FORM, idempotency_key=b"k")
+def test_a_form_with_a_sound_is_the_same_job_when_it_is_sent_again_with_its_key(service, files):
+    service.submitter.limits = Limits(max_queue_gb=1.5 * len(files["sound.wav"]) / 1e9)
+    headers = service.headers(FORM, idempotency_key=b"k")
     contents = (files["sound.wav"], files["sound.wav"], files["heard.mkv"])
     bodies = [form({"prompt": "waves", "size": SIZE, "audio_reference": content}) for content in contents]
-    first, again, other = (studio.ask(Sent("POST", VIDEOS, b"", headers, body)) for body in bodies)
+    first, again, other = (service.ask(Sent("POST", VIDEOS, b"", headers, body)) for body in bodies)
     assert (first.status, again.status, other.status) == (200, 200, 409), again.body
     assert first.json["id"] == again.json["id"]
+    # Another job has no room: the files of waiting jobs are counted.
+    assert refusal_of(service, 429, **with_files(SOUND, files))["code"] == "queue_full"
 
 
-def test_each_kind_of_job_is_taken_of_the_later_release_as_well(tmp_path, files, monkeypatch):
-    monkeypatch.setattr(media, "check", lambda *_: None)
-    with studios.opened(tmp_path, files, RELEASES[-1]) as service:
-        service.submitter.limits = Limits(max_queue=100, rate=1e9)
-        for name, fields in (EXAMPLES["multipart/form-data"] | {name: row[0] for name, row in JOBS.items()}).items():
-            got = service.post_form(**with_files(fields, files))
-            assert got.status == 200, (name, got.body)
+def test_every_example_of_a_body_is_accepted_and_fits_its_schema(studio, files):
+    jsonschema = pytest.importorskip("jsonschema")
+    described, videos = studio.get("/openapi.json").json, {}
+    schema = described["components"]["schemas"]["VideoRequest"]
+    validator = jsonschema.Draft202012Validator({**schema, "components": described["components"]})
+    kinds = described["paths"][VIDEOS]["post"]["requestBody"]["content"]
+    for kind, content in kinds.items():
+        for name, example in content["examples"].items():
+            if kind == "application/json":
+                validator.validate(example["value"])
+                got = studio.post(**example["value"])
+            else:
+                got = studio.post_form(**with_files(example["value"], files))
+            assert got.status == 200, (kind, name, got.body)
+            videos[name] = got.json
+            studio.send("DELETE", f"{VIDEOS}/{got.json['id']}")
+    assert (videos["dev recipe"]["recipe"], videos["keyframes"]["size"]) == ("dev", SIZE)
+    assert described["paths"]["/v1/videos/sync"]["post"]["requestBody"]["content"] == kinds
 
 
 def test_a_picture_is_a_reference_that_all_frames_show(studio, files):
@@ -189,9 +257,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("fields", "code", "param", "words"), REFUSED, ids=[f"{n} {row[2]} {row[3]}" for n, row in enumerate(REFUSED)]
-)
+@pytest.mark.parametrize(("fields", "code", "param", "words"), REFUSED)
 def test_what_cannot_be_made_is_refused_by_its_field_and_leaves_nothing(studio, files, fields, code, param, words):
     error = refusal_of(studio, **with_files(fields, files))
     assert (error["code"], error["param"]) == (code or "invalid_value", param) and words in error["message"]
@@ -212,19 +278,15 @@ def png(side: int) -> bytes:
     return file.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
+def test_what_is_called_png_and_is_none_is_refused(service):
+    for content, words in (
         (b"\0\0\0\x18ftypmp42" + bytes(1000), "not a readable picture"),
-        (png(12_000), "12000x12000 pixels"),
         (png(64)[:-30], "not a readable picture"),
+        (png(12_000), "12000x12000 pixels"),
         (png(1), "a video cannot have its size; wanted 2 to"),
-    ],
-    ids=["an mp4", "a bomb", "half a picture", "one pixel"],
-)
-def test_what_is_called_png_and_is_none_is_refused(service, content, words):
-    error = refusal_of(service, size=SIZE, input_reference=content)
-    assert (error["code"], error["param"]) == ("invalid_image", "input_reference") and words in error["message"]
+    ):
+        error = refusal_of(service, size=SIZE, input_reference=content)
+        assert (error["code"], error["param"]) == ("invalid_image", "input_reference") and words in error["message"]
 
 
 def test_a_file_beyond_its_kinds_limit_is_refused_while_it_arrives(studio, files, monkeypatch):
@@ -240,22 +302,12 @@ def test_a_file_beyond_its_kinds_limit_is_refused_while_it_arrives(studio, files
     assert studio.ask(Sent("POST", VIDEOS, b"", headers, b"{}")).refused == (413, "body_too_large")
 
 
-def test_files_of_waiting_jobs_are_counted(service, files):
-    service.submitter.limits = Limits(max_queue_gb=1.5 * len(files["sound.wav"]) / 1e9)
-    fields = with_files(SOUND, files)
-    assert service.post_form(**fields).status == 200
-    assert refusal_of(service, 429, **fields)["code"] == "queue_full"
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "limits", "words"),
-    [
+def test_a_file_beyond_the_limits_of_what_it_shows_is_refused(tmp_path, files):
+    for name, kind, limits, words in (
         ("sound.wav", "audio", Limits(max_media_seconds=5), "longer than 5 s"),
         ("film.mp4", "video", Limits(max_video_pixels=6000), "96x64 pixels, wanted at most 6000"),
-    ],
-)
-def test_a_file_beyond_the_limits_of_what_it_shows_is_refused(tmp_path, files, name, kind, limits, words):
-    (tmp_path / name).write_bytes(files[name])
-    with pytest.raises(sandbox.BadFile, match=words):
-        media.check(tmp_path / name, kind, limits)
-    media.check(tmp_path / name, kind, Limits())
+    ):
+        (tmp_path / name).write_bytes(files[name])
+        with pytest.raises(sandbox.BadFile, match=words):
+            media.check(tmp_path / name, kind, limits)
+        media.check(tmp_path / name, kind, Limits())

@@ -16,12 +16,6 @@ FILES = ("/", "/web/page.js", "/web/page.css", "/web/icon.svg")
 WEB = Path(page.__file__).parent / "web"
 
 
-@pytest.fixture
-def service(tmp_path):
-    with opened(tmp_path, page=True) as service:
-        yield service
-
-
 def test_the_page_and_its_files_name_no_other_site_run_no_other_script_and_show_nothing_of_the_service(service):
     answers = {path: service.get(path, authorization=b"") for path in FILES}
     html = answers["/"].body.decode()
@@ -57,10 +51,9 @@ def signed_in(service, **headers) -> bytes:
 
 def ask(service, cookie: bytes, method: str = "GET", path: str = VIDEOS, **headers) -> Got:
     """What the page asks: the browser adds the cookie, and the page no token."""
-    sent = {"host": HOST, "cookie": cookie.split(b";")[0], "content_type": FORM} | headers
-    head = tuple((name.replace("_", "-").encode(), value) for name, value in sent.items())
+    said = {"authorization": b"", "cookie": cookie.split(b";")[0]} | headers
     body = form({"prompt": "waves", "size": SIZE}) if method == "POST" else b""
-    return service.ask(Sent(method, path, b"", head, body))
+    return service.ask(Sent(method, path, b"", service.headers(FORM, **said), body))
 
 
 def test_a_token_becomes_a_cookie_that_no_script_and_no_other_site_gets(service):
@@ -87,18 +80,13 @@ def test_the_cookie_stands_for_its_token_in_what_the_page_asks(service, tmp_path
         assert local.get("/session", authorization=b"").json == {"owner": None}
 
 
-@pytest.mark.parametrize(
-    ("method", "headers"),
-    [
-        ("POST", {}),  # a request that names no page it came from
-        ("DELETE", {}),
-        ("POST", {"origin": EVIL}),
-        ("POST", {"origin": b"null"}),
-        ("POST", {"origin": b"http://127.0.0.1:9000"}),  # same site for SameSite, another port
-        ("POST", {"origin": OWN, "sec_fetch_site": b"same-site"}),
-        ("GET", {"sec_fetch_site": b"cross-site"}),
-    ],
-)
+# No page that it came from, another site, another port (the same site for SameSite), a page of another host there
+STRANGE = {}, {"origin": EVIL}, {"origin": b"null"}, {"origin": b"http://127.0.0.1:9000"}
+STRANGE += ({"origin": OWN, "sec_fetch_site": b"same-site"},)
+ASKED = [*(("POST", headers) for headers in STRANGE), ("DELETE", {}), ("GET", {"sec_fetch_site": b"cross-site"})]
+
+
+@pytest.mark.parametrize(("method", "headers"), ASKED)
 def test_the_cookie_is_no_token_in_what_others_have_the_browser_ask(service, method, headers):
     cookie, id = signed_in(service), service.accepted()
     path = f"{VIDEOS}/{id}" if method == "DELETE" else VIDEOS
@@ -106,19 +94,14 @@ def test_the_cookie_is_no_token_in_what_others_have_the_browser_ask(service, met
     assert len(service.get(VIDEOS).json["data"]) == 1
 
 
-OUTSIDE = "/web/../page.py /web/.. /web//etc/passwd /web/%2e%2e/page.py /web/..\\page.py /web/ /index.html /page.py"
-
-
-def test_no_path_of_the_page_leads_to_another_file_and_bodies_are_bounded(service):
-    for path in OUTSIDE.split():
+def test_requests_of_other_sites_for_other_files_and_large_ones_are_refused(service, tmp_path):
+    outside = "/web/../page.py /web/.. /web//etc/passwd /web/%2e%2e/page.py /web/..\\page.py /web/ /index.html /page.py"
+    for path in outside.split():
         assert service.get(path, b"name=../page.py").refused == (404, "not_found")
     body = b"x" * (MOST_BODY + 1)
     for method, path in (("GET", "/"), ("POST", "/session")):
         headers = service.headers(content_length=b"%d" % len(body))
         assert service.ask(Sent(method, path, b"", headers, body)).status == 413
-
-
-def test_requests_of_other_sites_and_without_a_page_are_refused(service, tmp_path):
     for path in (*FILES, "/session", VIDEOS):
         assert service.get(path, origin=EVIL).refused == (403, "wrong_origin"), path
     (tmp_path / "local").mkdir()

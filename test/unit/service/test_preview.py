@@ -101,19 +101,16 @@ def test_a_stage_or_a_job_is_not_compared_with_the_latents_of_the_one_before(eng
     assert shown(engine, *steps, (SECONDS, STAGE, 2)) == [True, False, True, False, False, True]
 
 
-def test_a_checkpoint_without_an_encoder_has_no_previews_which_is_said(engine, capsys):
-    engine.host.encode_image = Mock(side_effect=UserError("no tensors of the video encoder"))
-    assert preview.previews_of(engine) is None
-    assert "no previews: no tensors" in capsys.readouterr().out
-
-
-def test_the_matrix_is_fitted_once_for_a_checkpoint_and_again_where_its_file_is_damaged(engine, tmp_path):
+def test_the_matrix_is_fitted_once_for_a_checkpoint_that_has_an_encoder(engine, tmp_path, capsys):
     fit, matrix = engine.host.encode_image, Previews(engine).matrix
     pictures = fit.call_count
     assert torch.equal(Previews(engine).matrix, matrix) and fit.call_count == pictures > 0
     (file,) = (tmp_path / "preview").iterdir()
-    file.write_text('{"matrix": [[1, 2, 3]]}')
+    file.write_text('{"matrix": [[1, 2, 3]]}')  # damaged
     assert torch.equal(Previews(engine).matrix, matrix) and fit.call_count == 2 * pictures
+    file.unlink()
+    fit.side_effect = UserError("no tensors of the video encoder")
+    assert preview.previews_of(engine) is None and "no previews: no tensors" in capsys.readouterr().out
 
 
 def test_a_clips_thumbnail_is_its_middle_frame_in_whichever_chunk_it_comes(tmp_path):

@@ -4,14 +4,15 @@ import os
 import random
 import signal
 import sqlite3
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from unittest.mock import Mock
 
 import pytest
 from fuzz import times
 from helpers import exit_code, forked, wait_for
+from service_app import open_queue
 
 from ltx_neuron.service.periodic import run_periodically
 from ltx_neuron.service.queue import Entry, KeyUsed, NewJob, Queue, QueueFull, Room
@@ -28,10 +29,6 @@ class Clock:
     def __call__(self) -> float:
         self.now += 1e-3  # no two moments are the same
         return self.now
-
-
-def open_queue(folder, **settings) -> closing[Queue]:
-    return closing(Queue(folder / "queue.sqlite", folder / "jobs", **settings))
 
 
 @pytest.fixture
@@ -82,48 +79,34 @@ def test_a_job_goes_from_queued_to_completed_or_failed_and_is_the_same_after_a_r
         assert reopened.get("ada", failed.id).error == {"code": "internal_error", "message": "not finite"}
 
 
-def test_an_owner_reaches_no_job_of_another_owner_and_no_path_by_an_id(queue):
-    entry = submit(queue)
-    assert queue.get("bob", entry.id) is None and not queue.cancel("bob", entry.id) and queue.page("bob") == ([], False)
-    for id in ("../../etc", "video_", "video_" + "A" * 32, "video_" + "0" * 32 + "\n"):
-        assert queue.get("ada", id) is None and not queue.cancel("ada", id)
-        with pytest.raises(AssertionError):
-            queue.folder_of(id)
-    assert status(queue, entry) == "queued"
-
-
-def test_pages_follow_each_other_in_both_orders(queue):
+def test_an_owner_pages_in_both_orders_through_their_jobs_alone_and_an_id_is_no_path(queue):
     first, second, third = (submit(queue) for _ in range(3))
     for newest_first, order in ((True, [third, second, first]), (False, [first, second, third])):
         assert queue.page("ada", limit=2, newest_first=newest_first) == (order[:2], True)
         assert queue.page("ada", order[1].number, 2, newest_first) == (order[2:], False)
-
-
-EARLIER_SCHEMA = """
-CREATE TABLE jobs (
-    number INTEGER NOT NULL PRIMARY KEY AUTOINCREMENT, id VARCHAR(64) NOT NULL, owner VARCHAR(64) NOT NULL,
-    "key" VARCHAR(255), digest VARCHAR(64) NOT NULL, status VARCHAR(16) NOT NULL, kind VARCHAR(255) NOT NULL,
-    line JSON NOT NULL, shown JSON NOT NULL, progress INTEGER NOT NULL, detail JSON, created_at FLOAT NOT NULL,
-    started_at FLOAT, completed_at FLOAT, error JSON, bytes INTEGER NOT NULL, worker VARCHAR(64), lease_until FLOAT,
-    attempt INTEGER NOT NULL, losses INTEGER NOT NULL, UNIQUE (owner, "key"), UNIQUE (id)
-);
-INSERT INTO jobs VALUES (
-    1, 'video_{id}', 'ada', 'k', 'digest', 'in_progress', 'small', '{{"prompt": "waves"}}',
-    '{{"size": "64x64"}}', 10, 'null', 5.0, 6.0, NULL, NULL, 7, 'w1', 8.0, 3, 1
-)
-"""
+    assert queue.get("bob", first.id) is None and not queue.cancel("bob", first.id) and queue.page("bob") == ([], False)
+    for id in ("../../etc", "video_", "video_" + "A" * 32, "video_" + "0" * 32 + "\n"):
+        assert queue.get("ada", id) is None and not queue.cancel("ada", id)
+        with pytest.raises(AssertionError):
+            queue.folder_of(id)
+    assert status(queue, first) == "queued"
 
 
 def test_a_database_of_an_earlier_version_is_opened_and_its_jobs_go_on(tmp_path):
-    with closing(sqlite3.connect(tmp_path / "queue.sqlite")) as earlier:
-        earlier.executescript(EARLIER_SCHEMA.format(id="0" * 32))
+    with open_queue(tmp_path) as queue:
+        job = begin(queue)
+    earlier_names = {"batch_key": "kind", "params": "line", "public_fields": "shown", "crash_count": "losses"}
+    with closing(sqlite3.connect(tmp_path / "queue.sqlite", isolation_level=None)) as earlier:
+        for name, earlier_name in earlier_names.items():
+            earlier.execute(f"ALTER TABLE jobs RENAME COLUMN {name} TO {earlier_name}")
+        earlier.executescript("UPDATE jobs SET losses = 1, lease_until = 0; DROP TABLE owners; DROP TABLE workers")
     for _ in range(2):  # and again, when nothing is to be renamed
         with open_queue(tmp_path) as queue:
-            job = queue.of_key("ada", "k", "digest")
-    assert (job.batch_key, job.params, job.public_fields) == ("small", {"prompt": "waves"}, {"size": "64x64"})
+            stored = queue.get("ada", job.id)
+    assert (stored.batch_key, stored.params, stored.public_fields) == (job.batch_key, job.params, job.public_fields)
     with open_queue(tmp_path) as queue:
         (entry,) = claim(queue)
-        assert (entry.id, entry.detail, entry.attempt, entry.crash_count) == (job.id, None, 4, 2)
+        assert (entry.attempt, entry.crash_count) == (job.attempt + 1, 2)
         assert queue.complete(entry) and submit(queue).number == 2
 
 
@@ -239,19 +222,13 @@ def test_a_restarted_machine_or_worker_of_the_data_folder_frees_all_earlier_jobs
     assert claim(queue, "w3")[0].crash_count == entry.crash_count + 1 == 2
 
 
-def lease_ends(queue: Queue, _: Entry) -> None:
+@pytest.mark.parametrize(
+    ("change", "max_crashes"),
+    [(Queue.complete, 5), (lambda q, e: q.fail(e, "", ""), 5), (lambda q, _: claim(q), 5), (lambda q, _: claim(q), 1)],
+)
+def test_partial_files_of_a_killed_worker_go_with_the_next_change_of_its_job(queue, change, max_crashes):
+    queue.max_crashes, folder = max_crashes, queue.folder_of((entry := begin(queue)).id)
     queue.monotonic.now += queue.lease + 1
-    assert claim(queue, "w2") != []
-
-
-def crash_too_often(queue: Queue, _: Entry) -> None:
-    queue.max_crashes = 1
-    queue.release_worker("w1", crashed=True)
-
-
-@pytest.mark.parametrize("change", [Queue.complete, lambda q, e: q.fail(e, "x", "x"), lease_ends, crash_too_often])
-def test_partial_files_of_a_killed_worker_go_with_the_next_change_of_its_job(queue, change):
-    folder = queue.folder_of((entry := begin(queue)).id)
     for name in (".video.mp4.1-0a.partial", ".a.1-3d.partial.mp4", "video.resume.safetensors"):
         (folder / name).touch()
     change(queue, entry)
@@ -274,7 +251,7 @@ def test_a_waiting_job_goes_at_once_and_a_running_one_when_its_worker_releases_i
     assert not queue.folder_of(running.id).exists() and queue.counts()["cancelled"] == 0 and claim(queue) == []
 
 
-def test_jobs_expire_by_age_and_the_oldest_beyond_a_number_of_bytes(queue):
+def test_jobs_expire_by_age_or_beyond_a_number_of_bytes_and_folders_without_a_job_after_an_hour(queue):
     ended = []
     for _ in range(4):
         ended.append(begin(queue))
@@ -286,17 +263,13 @@ def test_jobs_expire_by_age_and_the_oldest_beyond_a_number_of_bytes(queue):
         assert [status(queue, entry) for entry in ended] == [None] * (4 - left) + ["completed"] * left
         assert [queue.folder_of(entry.id).exists() for entry in ended] == [False] * (4 - left) + [True] * left
     assert status(queue, waiting) == "queued"
-
-
-def test_a_folder_without_a_job_is_swept_after_an_hour_and_no_other_folder(queue):
-    orphan, entry, other = queue.folder_of(queue.new_id()), submit(queue), queue.folder / "notes"
-    orphan.mkdir()
-    other.mkdir()
+    for folder in (orphan := queue.folder_of(queue.new_id()), other := queue.folder / "notes"):
+        folder.mkdir()
     for seconds in (3500, 3700):
         queue.clock.now = time.time() + seconds
         queue.sweep(FAR, FAR)
         assert orphan.exists() == (seconds < 3600)
-    assert other.exists() and queue.folder_of(entry.id).exists()
+    assert other.exists() and queue.folder_of(waiting.id).exists()
 
 
 def work(folder, name: str) -> None:
@@ -340,34 +313,24 @@ def test_workers_killed_at_any_moment_lose_no_job_and_end_none_twice(tmp_path):
 
 
 def test_a_periodic_task_continues_after_an_error_and_ends_with_its_block(capsys):
-    calls = []
-
-    def function() -> None:
-        calls.append(1)
-        raise OSError("away for a moment")
-
+    function = Mock(side_effect=OSError("away for a moment"))
     with run_periodically(function, 0.01, "test"):
-        wait_for(lambda: len(calls) >= 3)
-    ended = len(calls)
+        wait_for(lambda: function.call_count >= 3)
+    ended = function.call_count
     assert "OSError: away for a moment" in capsys.readouterr().err
     time.sleep(0.05)
-    assert len(calls) == ended
+    assert function.call_count == ended
 
 
 def test_a_transaction_that_reads_first_waits_for_the_one_that_writes(queue):
     submit(queue)
-    begun = threading.Event()
 
-    def add(seconds: float) -> None:
+    def add(_) -> None:
         with queue.database.writing() as connection:
-            begun.set()
             count = connection.execute("SELECT count(*) FROM jobs").fetchone()[0]
-            time.sleep(seconds)
+            time.sleep(0.2)  # meanwhile the other one begins
             connection.execute("UPDATE jobs SET crash_count = crash_count + :count", {"count": count})
 
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(add, 0.2)
-        assert begun.wait(10)
-        second = pool.submit(add, 0)
-        first.result(), second.result()
+        list(pool.map(add, range(2)))
     assert queue.database.read("SELECT crash_count FROM jobs")[0][0] == 2

@@ -35,8 +35,12 @@ def refusal(sizes: SizeRegistry, requested: RequestedSize, job: Job | None = Non
     return caught.value
 
 
-def test_a_recorded_size_offers_its_transpose_and_the_sizes_of_its_stages():
-    assert offered(registry(SMALL)) == {SMALL, TALL}
+def test_a_record_offers_its_size_in_both_orientations_and_those_of_its_stages_unless_it_is_damaged():
+    sizes = registry(SMALL)
+    sizes.workspace.recorded["damaged"] = [{}, {"recipe": "dev"}, {"recipe": "dev", "height": "a"}, "x"]
+    for rate in (0, float("nan"), "24"):
+        sizes.workspace.recorded["damaged"].append(vars(LARGE) | {"frame_rate": rate, "recipe": "dev"})
+    assert offered(sizes) == {SMALL, TALL}
     assert {size.recipe for size in registry(SMALL, recipe="dev").compiled} == {"dev"}
     stages = {Size(*sides, 121) for sides in ((512, 768), (768, 512), (1024, 1536), (1536, 1024))}
     assert offered(registry(LARGE)) == stages | {LARGE, replace(LARGE, height=1536, width=1024)}
@@ -50,14 +54,6 @@ def test_graphs_without_a_recorded_size_serve_who_requests_exactly_that():
     assert offered(sizes) == {SMALL, TALL}
     for size in (same, large):
         assert sizes.choose(RequestedSize(height=size.height, width=size.width)).size == size
-
-
-def test_a_damaged_record_offers_nothing():
-    damaged = [{}, {"recipe": "dev"}, {"recipe": "dev", "height": "a"}, "x"]
-    damaged += [vars(LARGE) | {"frame_rate": rate, "recipe": "dev"} for rate in (0, float("nan"), "24")]
-    sizes = registry(SMALL)
-    sizes.workspace.recorded["other"] = damaged
-    assert offered(sizes) == {SMALL, TALL}
 
 
 def test_sizes_are_read_again_when_a_manifest_changes(tmp_path):
@@ -75,17 +71,15 @@ def test_sizes_are_read_again_when_a_manifest_changes(tmp_path):
 
 
 def test_a_size_is_recorded_once_beside_others_and_changes_nothing_else(tmp_path):
-    write_json(tmp_path / MANIFEST, content := {"identity": {"bucket": "a"}, "graphs": {}})
-    assert recorded_sizes(tmp_path) == []  # as earlier versions wrote it
+    write_json(tmp_path / MANIFEST, content := {"identity": {"bucket": "a"}, "graphs": {}})  # of an earlier version
     sizes = [vars(size) | {"recipe": "dev"} for size in (SMALL, LARGE)]
     for size in (*sizes, sizes[0]):
         record_size(tmp_path, size)
-    assert recorded_sizes(tmp_path) == sizes
     written = json.loads((tmp_path / MANIFEST).read_text())
-    assert written.pop("checksum") and written == content | {"sizes": sizes}
+    assert written.pop("checksum") and written == content | {"sizes": sizes} and recorded_sizes(tmp_path) == sizes
 
 
-def test_a_request_gets_the_values_that_it_has_and_the_default_or_what_is_compiled_with_them():
+def test_a_request_gets_its_values_with_the_default_or_compiled_others_or_is_told_what_is_compiled():
     wide, large = Size(704, 1280, 97), replace(LARGE, num_frames=97)
     for requested, expected in (
         (RequestedSize(), SMALL),
@@ -99,9 +93,6 @@ def test_a_request_gets_the_values_that_it_has_and_the_default_or_what_is_compil
     longer = registry(replace(wide, num_frames=193), wide)
     assert longer.choose(RequestedSize()).size == wide  # whose length is nearer to the default's
     assert longer.served_default.size == wide and registry().served_default is None
-
-
-def test_any_other_size_is_refused_with_what_is_compiled():
     others = {"width": 800, "num_frames": 120, "seconds": 8.0, "frame_rate": 30.0, "two_stage": True, "recipe": "dev"}
     for name, value in others.items():
         error = refusal(registry(SMALL), RequestedSize(**{name: value}))

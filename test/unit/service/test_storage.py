@@ -12,10 +12,11 @@ import subprocess
 import time
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from helpers import exit_code, forked, wait_for
-from service_app import FORM, SIZE, VIDEOS, listening, opened
+from service_app import FORM, SIZE, VIDEOS, listening, open_queue, opened
 
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import exclusive
@@ -25,19 +26,13 @@ from ltx_neuron.service.queue import NewJob, Queue
 from ltx_neuron.service.settings import Limits
 
 RESERVE = 8 * 2**20
-
-
-def queue_of(folder: Path) -> closing[Queue]:
-    return closing(Queue(folder / "queue.sqlite", folder / "jobs"))
+BODY = json.dumps({"prompt": "waves", "size": SIZE}).encode()
+PART = b'--b\r\nContent-Disposition: form-data; name="prompt"\r\n\r\nwa'
 
 
 def truncate_log(path: Path) -> None:
     with closing(sqlite3.connect(path)) as connection:
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
-
-
-def empty(path: Path) -> None:
-    os.truncate(path, 0)
 
 
 def write_at(path: Path, place: int = 0) -> None:
@@ -51,7 +46,11 @@ def overwrite(path: Path) -> None:
     write_at(path)
 
 
-DAMAGES = {"emptied": empty, "overwritten": overwrite, "log deleted": lambda path: os.unlink(f"{path}-wal")}
+DAMAGES = {
+    "emptied": lambda path: os.truncate(path, 0),
+    "overwritten": overwrite,
+    "log deleted": lambda path: os.unlink(f"{path}-wal"),
+}
 
 
 @contextmanager
@@ -94,10 +93,7 @@ def test_each_failure_of_the_database_has_its_own_answer_and_one_line_of_the_log
 @pytest.mark.parametrize(("number", "status"), [(errno.ENOSPC, 507), (errno.EDQUOT, 507), (errno.EIO, 500)])
 @pytest.mark.parametrize("place", ["starlette.formparsers.SpooledTemporaryFile", "pathlib.Path.mkdir"])
 def test_an_upload_without_room_is_answered_with_507(service, place, number, status, monkeypatch, caplog):
-    def fails(*_, **__):
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(place, fails)
+    monkeypatch.setattr(place, Mock(side_effect=OSError(number, os.strerror(number))))
     got = service.post_form(size=SIZE, input_reference=b"picture")
     assert got.refused == (status, "storage_full" if status == 507 else "internal_error")
     assert ("Traceback" in caplog.text) == (status == 500)  # only what is a fault is logged
@@ -124,55 +120,48 @@ def on_small_disk(folder: Path, function) -> None:
     assert code == 0
 
 
-def fill(folder: Path) -> None:
-    with open(folder / "others", "ab", 0) as file, suppress(OSError):
-        while True:
-            file.write(bytes(2**12))
-
-
-def deletes_on_a_full_disk(folder: Path) -> None:
-    """What an operator needs: with the service that runs, and with one that starts."""
-    reserve = folder / "queue.sqlite.reserve"
-    with opened(folder) as service:
-        queue, ids = service.queue, [service.accepted() for _ in range(6)]
-        queue.sweep(1e9, 10**18)
-        assert reserve.stat().st_size == RESERVE
-        running = service.claimed()
-        fill(folder)
-        answer = service.post()
-        assert (answer.refused, answer.headers[b"x-should-retry"]) == ((507, "storage_full"), b"true")
-        with pytest.raises(StorageError):
-            service.claimed()
-        assert queue.report(running, 40) and queue.get("ada", running.id).progress == 0
-        for id in ids[1:3]:
-            assert service.send("DELETE", f"{VIDEOS}/{id}").status == 200
-            fill(folder)  # others take what it freed
-        assert queue.complete(running) and queue.get("ada", running.id).progress == 100
-        fill(folder)
-    with queue_of(folder) as queue:  # started again
-        fill(folder)
-        with exclusive(folder / "worker", "serving"):
-            queue.release_worker(None, crashed=True)
-        assert queue.cancel(running.owner, ids[3]) and reserve.stat().st_size < RESERVE
-        queue.sweep(0, 0)  # ended jobs
-        assert queue.counts() == dict.fromkeys(queue.counts(), 0) | {"queued": 2}
-        assert {path.name for path in queue.folder.iterdir()} == {*ids[4:]}
-        (folder / "others").unlink()
-        queue.sweep(1e9, 10**18)
-        assert reserve.stat().st_size == RESERVE and queue.claim("w", running.batch_key, 9)
-
-
 def test_on_a_full_disk_jobs_are_deleted_and_ended_and_no_job_is_taken(tmp_path):
-    on_small_disk(tmp_path, lambda: deletes_on_a_full_disk(tmp_path))
+    """What an operator needs: with the service that runs, and with one that starts."""
+    others, reserve = tmp_path / "others", tmp_path / "queue.sqlite.reserve"
 
+    def fill() -> None:
+        with open(others, "ab", 0) as file, suppress(OSError):
+            while True:
+                file.write(bytes(2**12))
 
-def test_the_reserve_leaves_a_nearly_full_disk_alone(tmp_path):
     def check() -> None:
-        with queue_of(tmp_path) as queue:
-            (tmp_path / "others").write_bytes(bytes(20 * 2**20))
+        with opened(tmp_path) as service:
+            queue, ids = service.queue, [service.accepted() for _ in range(6)]
+            others.write_bytes(bytes(20 * 2**20))
             queue.sweep(1e9, 10**18)
-            held, free = queue.database.reserve.stat().st_size, os.statvfs(tmp_path)
-            assert 0 < held < RESERVE and free.f_bavail * free.f_frsize > RESERVE - 2**21
+            free = os.statvfs(tmp_path)  # the reserve leaves a nearly full disk alone
+            assert 0 < reserve.stat().st_size < RESERVE and free.f_bavail * free.f_frsize > RESERVE - 2**21
+            others.unlink()
+            queue.sweep(1e9, 10**18)
+            assert reserve.stat().st_size == RESERVE
+            running = service.claimed()
+            fill()
+            answer = service.post()
+            assert (answer.refused, answer.headers[b"x-should-retry"]) == ((507, "storage_full"), b"true")
+            with pytest.raises(StorageError):
+                service.claimed()
+            assert queue.report(running, 40) and queue.get("ada", running.id).progress == 0
+            for id in ids[1:3]:
+                assert service.send("DELETE", f"{VIDEOS}/{id}").status == 200
+                fill()  # others take what it freed
+            assert queue.complete(running) and queue.get("ada", running.id).progress == 100
+            fill()
+        with open_queue(tmp_path) as queue:  # started again
+            fill()
+            with exclusive(tmp_path / "worker", "serving"):
+                queue.release_worker(None, crashed=True)
+            assert queue.cancel(running.owner, ids[3]) and reserve.stat().st_size < RESERVE
+            queue.sweep(0, 0)  # ended jobs
+            assert queue.counts() == dict.fromkeys(queue.counts(), 0) | {"queued": 2}
+            assert {path.name for path in queue.folder.iterdir()} == {*ids[4:]}
+            others.unlink()
+            queue.sweep(1e9, 10**18)
+            assert reserve.stat().st_size == RESERVE and queue.claim("w", running.batch_key, 9)
 
     on_small_disk(tmp_path, check)
 
@@ -240,10 +229,10 @@ def test_jobs_in_the_log_alone_outlive_a_lost_index_and_a_lost_log_is_refused(tm
     for folder in (without_index, emptied, without_log):
         killed_service(folder, keep_log=True)
     os.unlink(without_index / "queue.sqlite-shm")
-    with queue_of(without_index) as queue:
+    with open_queue(without_index) as queue:
         assert queue.counts()["queued"] == 40
     log = (emptied / "queue.sqlite-wal").read_bytes()
-    empty(emptied / "queue.sqlite")
+    os.truncate(emptied / "queue.sqlite", 0)
     refusal_of(emptied)
     assert (emptied / "queue.sqlite-wal").read_bytes() == log != b""
     os.unlink(without_log / "queue.sqlite-wal")
@@ -254,7 +243,7 @@ def test_no_worker_is_started_while_the_database_cannot_be_used(tmp_path, monkey
     monkeypatch.setattr(database, "_BUSY_SECONDS", 0.01)
     started = tmp_path / "started"
     command = ["sh", "-c", f"echo >> {shlex.quote(str(started))}"]
-    with queue_of(tmp_path) as queue:
+    with open_queue(tmp_path) as queue:
         other = sqlite3.connect(queue.database.path, isolation_level=None)
         other.execute("BEGIN IMMEDIATE")
         with closing(other), server.supervise_worker(command, queue):
@@ -265,10 +254,6 @@ def test_no_worker_is_started_while_the_database_cannot_be_used(tmp_path, monkey
             wait_for(lambda: started.read_text() == "\n\n")
     printed = capfd.readouterr()
     assert printed.out.count("database is locked") == 1 and "Traceback" not in printed.err
-
-
-BODY = json.dumps({"prompt": "waves", "size": SIZE}).encode()
-PART = b'--b\r\nContent-Disposition: form-data; name="prompt"\r\n\r\nwa'
 
 
 @pytest.mark.parametrize(("kind", "body"), [(b"application/json", BODY), (b"application/json", BODY[:9]), (FORM, PART)])

@@ -1,4 +1,4 @@
-"""benchmarks/lib/harness.py: the numbers of a run, and the file of results."""
+"""Benchmarks' numbers and their file of results (benchmarks/lib/harness.py), and the contact sheet of a clip."""
 
 import csv
 import json
@@ -6,6 +6,9 @@ import math
 import re
 import sys
 
+import contact_sheet
+import numpy as np
+import pytest
 from lib import harness
 
 
@@ -30,3 +33,13 @@ def test_the_published_results_are_numbers_with_what_they_were_measured_on():
     assert tuple(head) == harness.COLUMNS and len(rows) > 20
     assert all(len(row) == len(head) and all(row) for row in rows)
     assert all(math.isfinite(float(row[-1])) for row in rows)
+
+
+def test_a_tone_is_bright_at_its_pitch_and_time_alone_in_a_contact_sheet():
+    times = np.arange(2 * 48000) / 48000
+    tone = np.sin(2 * np.pi * 500 * times) * ((times >= 1) & (times < 1.5))
+    image = contact_sheet.spectrogram(tone, 48000, 100, 200)
+    y, x = np.unravel_index(image.argmax(), image.shape)
+    assert y == pytest.approx(75, abs=2) and 100 <= x < 150  # 500 of 2000 Hz, from the bottom
+    assert image[75, 50] == 0 and image[20, 125] < 100
+    assert not contact_sheet.spectrogram(np.zeros(0), 48000, 10, 20).any()
