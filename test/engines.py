@@ -1,8 +1,7 @@
 """Engines in this process, most of one rank, whose prompts need no text encoder: their contexts are drawn."""
 
 import zlib
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable
 
 import torch
 from helpers import randn
@@ -20,22 +19,13 @@ from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.text.encoders import Contexts
 
 
-def opened_workspace(
-    tiny,
-    artifacts: Path,
-    blocks_per_graph: int | None = None,
-    dtype: str = "float32",
-    tp: int = 1,
-    settings: Iterable[str] = (),
-) -> Workspace:
+def opened_workspace(tiny, artifacts, blocks_per_graph=None, dtype="float32", tp=1, settings=()) -> Workspace:
     cut = () if blocks_per_graph is None else (f"blocks_per_graph={blocks_per_graph}",)
-    profile = resolve("cpu", (*settings, *cut))
-    return Workspace(tiny.checkpoint, profile, artifacts, tp, dtype, tiny.gemma_root)
+    return Workspace(tiny.checkpoint, resolve("cpu", (*settings, *cut)), artifacts, tp, dtype, tiny.gemma_root)
 
 
 def opened_engine(workspace: Workspace, tiny, **options) -> Engine:
-    options = RunOptions(spatial_upsampler_path=tiny.spatial_upsampler, **options)
-    engine = Engine(workspace, Recorder(), options)
+    engine = Engine(workspace, Recorder(), RunOptions(spatial_upsampler_path=tiny.spatial_upsampler, **options))
     engine.progress = False
     return engine
 

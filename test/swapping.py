@@ -1,12 +1,11 @@
 """Jobs of several weight sets on one engine."""
 
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from engines import drawn, give_contexts, opened_engine, opened_workspace
+from engines import drawn_contexts, give_contexts, opened_engine, opened_workspace
 from helpers import made_film
 from jobs import make_job
 from safetensors.torch import load_file, save_file
@@ -46,7 +45,7 @@ def opened(jobs: list[Job], tiny, artifacts: Path) -> Iterator[Callable[[], Engi
     build.make(workspace, workspace.dit_graphs(list({bucket for job in jobs for bucket in job.buckets})))
     engine = opened_engine(workspace, tiny)
     for job in jobs:
-        give_contexts(engine, job, lambda prompt: drawn(workspace, zlib.crc32(prompt.encode())))
+        give_contexts(engine, job, lambda prompt: drawn_contexts(workspace.transformer, prompt))
 
     def anew() -> Engine:
         engine.close()
