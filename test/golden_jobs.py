@@ -204,6 +204,8 @@ class Golden:
 
 FIRST_RELEASE, NOISY = "ltx-core-1.0.0", "ltx-pipelines-1.2.0"
 READ, DEMO = dict(encoded=True, decoded=True), dict(model="demo", encoded=True, bfloat16=True)
+NAG, OLD = nag(5.0, nag_alpha=0.5, nag_tau=1.5), guidance() | dict(compat=NOISY)
+ALONE, BOTH = dict(two_stage=False, stage_2_loras=(), seed=9), dict(bound=GUIDED, bfloat16=True)
 CIRCLE = "a red circle glides slowly to the right on a navy ground"
 # By subject, and within it from plain to particular.
 JOBS = {
@@ -221,10 +223,7 @@ JOBS = {
     "wide": Golden(lambda a, m: make_job(RAIN, Size(64, 96, 17, 24.0), 4), model="wide"),
     # normalized attention guidance
     "nag": Golden(lambda a, m: image_job(a, (0, 0.8), **nag()), model="four"),
-    "nag_in_one_stage": Golden(
-        lambda a, m: image_job(a, (0, 0.7), (16, 0.6), two_stage=False, **nag(5.0, nag_alpha=0.5, nag_tau=1.5)),
-        model="four",
-    ),
+    "nag_in_one_stage": Golden(lambda a, m: image_job(a, (0, 0.7), (16, 0.6), two_stage=False, **NAG), model="four"),
     "nag_audio_to_video": Golden(lambda a, m: audio_to_video(m, two_stage=False, **nag())),
     "nag_retake": Golden(lambda a, m: retake(m, **nag())),
     "nag_ic_lora": Golden(lambda a, m: ic_lora(a, m, skip_stage_2=True, **nag())),
@@ -236,15 +235,13 @@ JOBS = {
     "upscaled": Golden(lambda a, m: guided(upscale="both"), model="four"),
     "upscaled_in_time": Golden(lambda a, m: guided(upscale="temporal"), model="four"),
     "hq": Golden(lambda a, m: hq(a), model="four"),
-    "dev_two_stages_of_1_2_0": Golden(
-        lambda a, m: guided(TWO_STAGES, **guidance(), stage_2_loras=lora(a, 0.8), compat=NOISY), encoded=True
-    ),
+    "dev_two_stages_of_1_2_0": Golden(lambda a, m: guided(TWO_STAGES, **OLD, stage_2_loras=lora(a, 0.8)), encoded=True),
     # audio to video
     "audio_to_video": Golden(lambda a, m: audio_to_video(m, two_stage=False, start=0.4, longest=None)),
     "audio_to_video_images": Golden(lambda a, m: audio_to_video(m, 6, images=images(a, *PARTLY))),
     "audio_to_video_guided": Golden(guided_audio_to_video, GUIDED),
     "audio_to_video_guided_in_one_stage": Golden(
-        lambda a, m: guided_audio_to_video(a, m, two_stage=False, stage_2_loras=(), seed=9), GUIDED, bfloat16=True
+        lambda a, m: guided_audio_to_video(a, m, **ALONE), GUIDED, bfloat16=True
     ),
     # retake
     "retake": Golden(lambda a, m: retake(m), bfloat16=True),

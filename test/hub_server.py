@@ -35,29 +35,24 @@ class Hub(ThreadingHTTPServer):
         return [path.split("/")[-1] for method, path in self.requests if method == "GET" and "/resolve/" in path]
 
 
-def use(hub: Hub, monkeypatch, folder: Path) -> None:
-    """Have huggingface_hub in this process read this hub, with an empty cache in a folder."""
-    from huggingface_hub import constants, file_download
-
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    template = "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(file_download, *template, raising=False)  # versions below 1 read it there
-    monkeypatch.setattr(constants, *template)
-    settings = {"ENDPOINT": hub.url, "HF_HUB_CACHE": str(folder / "cache"), "HF_TOKEN_PATH": str(folder / "token")}
-    for name, value in (settings | {"HF_HUB_OFFLINE": False}).items():
-        monkeypatch.setattr(constants, name, value)
-
-
 @contextmanager
 def released(tiny, monkeypatch, folder: Path) -> Iterator[Hub]:
-    """A hub with the released repositories of tiny files, read from an empty folder."""
+    """A hub with the released repositories of tiny files, which huggingface_hub in this process reads from an empty
+    folder with an empty cache."""
+    from huggingface_hub import constants, file_download
+
     kinds = {"distilled": tiny.checkpoint, "dev": tiny.checkpoint, "lora": tiny.lora}
     kinds |= {"spatial": tiny.spatial_upsampler, "temporal": tiny.temporal_upsampler}
     files = {RELEASE_FILES[LTX][kind]: path for kind, path in kinds.items()}
     hub = Hub({LTX: files, GEMMA: {path.name: path for path in tiny.gemma_root.iterdir()}})
     (folder / "home").mkdir()
     monkeypatch.chdir(folder / "home")
-    use(hub, monkeypatch, folder)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    template = "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(file_download, *template, raising=False)  # versions below 1 read it there
+    settings = {"ENDPOINT": hub.url, "HF_HUB_CACHE": str(folder / "cache"), "HF_TOKEN_PATH": str(folder / "token")}
+    for name, value in (template, *settings.items(), ("HF_HUB_OFFLINE", False)):
+        monkeypatch.setattr(constants, name, value)
     yield hub
     hub.shutdown()
     hub.server_close()

@@ -10,6 +10,7 @@ from tiny.weights import random_weights
 from torch import Tensor
 
 from ltx_neuron.backends.ranks import HostRanks
+from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.denoise import CompiledStep, StageRun
 from ltx_neuron.job import Job, Size
 from ltx_neuron.models.modulation import host_weights, modulation_table
@@ -49,18 +50,25 @@ def weights() -> dict[str, Tensor]:
     return random_weights(like, generator())
 
 
+def opened_run(bucket: Bucket, blocks_per_graph: int = 0, config=CONFIG) -> StageRun:
+    program = dit_program(config, bucket, 1, SingleRank(), torch.float32, blocks_per_graph)
+    ranks = HostRanks(bucket.name, program, weights().__getitem__)
+    modulation = partial(modulation_table, weights(), config)
+    return StageRun(ranks, CompiledStep(bucket, program), config, torch.float32, modulation, COMPAT[None])
+
+
+def texts() -> list[Contexts]:
+    """Those of one prompt."""
+    return [Contexts(*contexts(), torch.ones(1, 1024), None)]
+
+
 @torch.no_grad()
 def stage_run(blocks_per_graph: int = 1, config=CONFIG, job: Job = JOB) -> StageRun:
     """The stage of a job, prepared and started."""
     (stage,) = job.stages
-    bucket = job.bucket(stage)
-    program = dit_program(config, bucket, 1, SingleRank(), torch.float32, blocks_per_graph)
-    ranks = HostRanks(bucket.name, program, weights().__getitem__)
-    modulation = partial(modulation_table, weights(), config)
-    run = StageRun(ranks, CompiledStep(bucket, program), config, torch.float32, modulation, COMPAT[None])
-    size = stage.height, stage.width, job.size.num_frames, job.size.frame_rate
-    start, mask = latents.zeros(*size, torch.float32), torch.ones(1, 1024)
+    run = opened_run(job.bucket(stage), blocks_per_graph, config)
+    start = latents.zeros(stage.height, stage.width, job.size.num_frames, job.size.frame_rate, torch.float32)
     states = initial_states(job, False, {}, start, images(job), COMPAT[None], torch.float32)
-    run.prepare(job, stage, [Contexts(*contexts(), mask, None)], states, generator(SEED))
+    run.prepare(job, stage, texts(), states, generator(SEED))
     run.start()
     return run

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -86,18 +85,13 @@ def videos(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted((folder / "out").glob("*.mp4"))}
 
 
-@contextlib.contextmanager
-def opened(setup, tiny, profile_set: tuple[str, ...] = (), **more) -> Iterator[LTXPipeline]:
-    """A pipeline, of which no process is left."""
+def opened(setup, tiny, profile_set: tuple[str, ...] = (), **more) -> LTXPipeline:
     where = dict(checkpoint_path=tiny.checkpoint, gemma_root=tiny.gemma_root, artifacts_dir=setup.artifacts)
     how = dict(tp_degree=TP, torch_dtype=torch.float32, profile="cpu", profile_set=(*setup.settings, *profile_set))
-    threads, before = torch.get_num_threads(), children()
-    with LTXPipeline.from_pretrained(**where, **how | {"neuron_gemma": True} | more) as pipe:
-        assert pipe.engine.progress is True  # also in a notebook
-        pipe.engine.progress = False
-        yield pipe
-    torch.set_num_threads(threads)
-    assert children() <= before
+    pipe = LTXPipeline.from_pretrained(**where, **how | {"neuron_gemma": True} | more)
+    assert pipe.engine.progress is True  # also in a notebook
+    pipe.engine.progress = False
+    return pipe
 
 
 def children() -> set[int]:

@@ -48,9 +48,12 @@ def setup(scripts, tiny):
 
 @pytest.fixture(scope="module")
 def api(setup, tiny):
-    """One open pipeline for the tests that only call it."""
+    """One open pipeline for the tests that only call it; nothing is left of it afterwards."""
+    threads, before = torch.get_num_threads(), children()
     with opened(setup, tiny) as pipe:
         yield pipe
+    torch.set_num_threads(threads)
+    assert children() <= before
 
 
 @pytest.fixture(scope="module")
@@ -79,9 +82,6 @@ def test_a_batch_writes_the_bits_of_single_calls_in_order_and_loads_each_model_o
     assert {name: names.count(name) for name in loads} == dict.fromkeys(loads, 1)
     assert names.count("denoise_stage_1") >= 5 and names.count("encode_mp4") == 5
     assert len(perf["denoise_steps_ms"]["stage_1"]) == 5 * 8
-
-
-# --- what a call gives ----------------------------------------------------------------------------
 
 
 def test_a_pipeline_has_diffusers_names_and_takes_torchs_dtypes(api):
@@ -154,9 +154,6 @@ def test_devices_offloading_and_tiling_have_no_effect_and_one_note_each(api, cap
         api.vae.to(torch.float32)
     words = ["to", "enable_model_cpu_offload", "enable_vae_tiling", "enable_tiling"]
     assert [line.split()[1] for line in capsys.readouterr().err.splitlines()] == words
-
-
-# --- what a call does not do again ----------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

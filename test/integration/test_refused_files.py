@@ -67,7 +67,7 @@ def world(tiny, tmp_path_factory):
     dispatch(pasted[pasted.index("prepare") :])
     for name, damage in DAMAGES.items():
         shutil.copytree(world.root / "artifacts", world.bad / name, copy_function=os.link)
-        damage(world.bad / name)
+        _damage(world.bad / name, *damage)
     before = world.listing()
     yield world
     assert world.listing() == before
@@ -101,32 +101,23 @@ def _break_files(bad: Path, tiny) -> None:
     (bad / "no-weights/model.safetensors").unlink()
 
 
-def _file(pattern: str, change: Callable[[bytes], bytes] | None = None) -> Callable[[Path], None]:
-    """Change files' bytes, or remove them."""
-
-    def damage(folder: Path) -> None:
-        for path in [*folder.glob(pattern)]:
-            content = path.read_bytes()
-            path.unlink()  # the link, not what it shares with the whole artifacts
-            if change:
-                path.write_bytes(change(content))
-
-    return damage
+def _damage(folder: Path, pattern: str, change: Callable[[bytes], bytes] | None) -> None:
+    """Change files' bytes, or remove them. Graphs of other code lie in the folder of theirs."""
+    for path in [*folder.glob(pattern)]:
+        content = path.read_bytes()
+        path.unlink()  # the link, not what it shares with the whole artifacts
+        if change:
+            path.write_bytes(change(content))
+        if folder.name == "other-code":
+            path.parent.rename(places.folder(folder, json.loads(path.read_bytes())["identity"]))
 
 
-def _of_another(kind: str, move: bool = True, **fields) -> Callable[[Path], None]:
-    """As if the artifacts of a kind had been made for other values of these fields."""
-
+def _made_for(**fields) -> Callable[[bytes], bytes]:
     def other(content: bytes) -> bytes:
         manifest = json.loads(content)
         return json.dumps(manifest | {"identity": manifest["identity"] | fields}).encode()
 
-    def damage(folder: Path) -> None:
-        _file(f"{kind}/*/{MANIFEST}", other)(folder)
-        for manifest in [*folder.glob(f"{kind}/*/{MANIFEST}")] if move else ():
-            manifest.parent.rename(places.folder(folder, json.loads(manifest.read_text())["identity"]))
-
-    return damage
+    return other
 
 
 def _flip(content: bytes) -> bytes:
@@ -134,18 +125,17 @@ def _flip(content: bytes) -> bytes:
 
 
 RANK, GRAPH = "weights/dit-*/rank0.safetensors", "graphs/dit-*-t1-*/step.pt2"
+OF_WEIGHTS, OF_GRAPHS = f"weights/dit-*/{MANIFEST}", f"graphs/*/{MANIFEST}"
 DAMAGES = {
-    "other-code": _of_another("graphs", code="0123456789ab"),
-    "edited-torch": _of_another("graphs", move=False, torch="1.0.0"),
-    "other-source": _of_another("weights", source="0123456789ab"),
-    "unfinished": _file(f"weights/dit-*/{MANIFEST}"),
-    "broken-manifest": _file(f"weights/dit-*/{MANIFEST}", lambda _: b"{"),
-    "missing-rank": _file(RANK),
-    "flipped-rank": _file(RANK, _flip),
-    "truncated-rank": _file(RANK, lambda content: content[:-1]),
-    "missing-graph": _file(GRAPH),
-    "flipped-graph": _file(GRAPH, _flip),
-    "other-tensors": _file(RANK, lambda content: content.replace(b'"proj_out.bias"', b'"xroj_out.bias"')),
+    "other-code": (OF_GRAPHS, _made_for(code="0123456789ab")),
+    "edited-torch": (OF_GRAPHS, _made_for(torch="1.0.0")),
+    "unfinished": (OF_WEIGHTS, None),
+    "broken-manifest": (OF_WEIGHTS, lambda _: b"{"),
+    "missing-rank": (RANK, None),
+    "flipped-rank": (RANK, _flip),
+    "truncated-rank": (RANK, lambda content: content[:-1]),
+    "flipped-graph": (GRAPH, _flip),
+    "other-tensors": (RANK, lambda content: content.replace(b'"proj_out.bias"', b'"xroj_out.bias"')),
 }
 
 NAMES = {
@@ -186,7 +176,6 @@ MISTAKES = table("""
 SHARD_DIT: --checkpoint-path {bad}/no-dit.safetensors -> no tensor | CHECKPOINT
 # flags
 --tp-degree 3 -> degree 3 | num_attention_heads=4 | one of 1, 2, 4
---dtype float16 -> --dtype | float16 | bfloat16
 --recipe dev --video-stg-blocks 28 -> video STG block 28 | blocks 0..1 | --video-stg-blocks
 # outputs
 --output-path {root}/out/video.avi -> MP4 | video.avi | --output-path FILE.mp4
@@ -195,10 +184,8 @@ SHARD_DIT: --checkpoint-path {bad}/no-dit.safetensors -> no tensor | CHECKPOINT
 --save-frames '{bad}/a file' -> not a folder | --save-frames DIR
 --save-tensors {bad}/folder -> is a folder | --save-tensors FILE
 --perf-dump-path {root}/out/video.json -> the JSON of --output-path | --perf-dump-path
---save-tensors {ckpt} -> --checkpoint-path | --save-tensors | same file
 --audio-path {bad}/gone.wav --resume -> --resume needs --audio-path | present path of this file
 SHARD_DIT: --artifacts-dir '{bad}/a file' -> --artifacts-dir DIR
-COMPILE_DIT: --artifacts-dir '{bad}/a file/x' -> --artifacts-dir DIR
 --artifacts-dir '{bad}/a file' -> no dit graphs | Make them:
 # the text encoder
 --gemma-root {bad}/broken-config -> config.json is not JSON
@@ -206,7 +193,6 @@ COMPILE_DIT: --artifacts-dir '{bad}/a file/x' -> --artifacts-dir DIR
 --gemma-root {bad}/deep -> num_hidden_layers 6 | take 4 layers | GEMMA
 --gemma-root {bad}/other-heads -> q_proj | wanted | GEMMA
 SHARD_GEMMA: --gemma-root {bad}/odd-heads --tp-degree 2 -> num_key_value_heads=3 | one of 1
---gemma-root {bad}/odd-heads --tp-degree 2 --neuron-gemma -> num_key_value_heads=3
 COMPILE_GEMMA: --gemma-root {bad}/absent -> not a folder | GEMMA
 # upsamplers
 --two-stage -> --two-stage | --spatial-upsampler-path | SPATIAL
@@ -217,18 +203,13 @@ COMPILE_GEMMA: --gemma-root {bad}/absent -> not a folder | GEMMA
 --neuron-gemma -> no gemma3 weights | Make them: | PREPARE | --gemma-root
 --height 96 -> needed: 64x96 (width x height) | compiled: 64x64 | PREPARE | --height 96
 --tp-degree 2 -> tp: got 1, wanted 2 | PREPARE | --tp-degree 2
---dtype bfloat16 -> dtype: got float32, wanted bfloat16 | PREPARE | --dtype bfloat16
---profile-set blocks_per_graph=1 -> blocks_per_graph: got 0, wanted 1 | PREPARE
 --checkpoint-path '{bad}/an other.safetensors' -> source (the checkpoint's content): got | an other.safetensors'
 --artifacts-dir {bad}/other-code -> code (this toolkit's code): got 0123456789ab | PREPARE
 --artifacts-dir {bad}/edited-torch -> torch | got 1.0.0 | rm -r | PREPARE
---artifacts-dir {bad}/other-source -> source | got 0123456789ab | PREPARE
 --artifacts-dir {bad}/unfinished -> not finished | Make them again: | PREPARE
-SHARD_DIT: --artifacts-dir {bad}/unfinished --verify -> not finished
 --artifacts-dir {bad}/broken-manifest -> manifest.json cannot be read | rm -r | PREPARE
 --artifacts-dir {bad}/missing-rank -> rank0.safetensors: missing | rm -r | PREPARE
 --artifacts-dir {bad}/truncated-rank -> rank0.safetensors: | bytes, wanted | rm -r
---artifacts-dir {bad}/missing-graph -> step.pt2: missing | rm -r | PREPARE
 --artifacts-dir {bad}/flipped-graph -> step.pt2: content differs | rm -r | PREPARE
 SHARD_DIT: --artifacts-dir {root}/none --verify -> no dit weights | SHARD
 SHARD_DIT: --artifacts-dir {bad}/flipped-rank --verify -> rank0.safetensors: content differs from its blake3 | rm -r

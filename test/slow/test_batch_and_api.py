@@ -13,7 +13,7 @@ import torch
 from conftest import ROOT, SCRIPT_SECONDS, succeeded
 from helpers import allowed, ended, read_video, wait_for
 from jobs import make_job, replace
-from runs import GENERATE, ONE_STAGE, TP, batch_flags, opened, undisturbed_batch, videos
+from runs import GENERATE, ONE_STAGE, TP, batch_flags, children, opened, undisturbed_batch, videos
 
 from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.batch import RESULTS, Line
@@ -39,8 +39,8 @@ def setup(scripts, tiny):
 
 @pytest.fixture
 def engine(setup, tiny, monkeypatch):
-    """The API's, with decoding beside denoising, and for long, as a released one does at a large size. No thread of it
-    is left, whatever happened."""
+    """The API's, with decoding beside denoising, and for long, as a released one does at a large size. No thread and no
+    process of it is left, whatever happened."""
 
     def threads() -> set[threading.Thread]:
         """All but the one that looks after progress bars, which stays once there was a bar."""
@@ -53,12 +53,13 @@ def engine(setup, tiny, monkeypatch):
             time.sleep(0.1)  # the machine's other tests go on
         yield from chunks
 
-    before = threads()
+    before, count = (threads(), children()), torch.get_num_threads()
     with opened(setup, tiny, profile_set=(OVERLAP,), neuron_gemma=False) as pipe:
         decode = pipe.engine.host.decode_video
         monkeypatch.setattr(pipe.engine.host, "decode_video", decode_video)
         yield pipe.engine
-    assert threads() == before
+    torch.set_num_threads(count)
+    assert threads() == before[0] and children() <= before[1]
 
 
 def kill_a_rank(engine) -> float:

@@ -4,7 +4,6 @@ the release's rules for one clip. A whole job, which is resumed in a window; and
 import json
 import os
 import signal
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -13,21 +12,15 @@ import split_runs
 import torch
 from helpers import clip_times, generator, predicted_video, randn, random_lora, read_video, rel, token_positions
 from jobs import make_job
-from ltx25_step import CONFIG, contexts, weights
+from ltx25_step import CONFIG, contexts, opened_run, texts, weights
 from safetensors.torch import load_file
 
-from ltx_neuron.backends.ranks import HostRanks
 from ltx_neuron.commands import dispatch
-from ltx_neuron.denoise import CompiledStep, StageRun, starting_states
+from ltx_neuron.denoise import StageRun, starting_states
 from ltx_neuron.job import Size
-from ltx_neuron.models.modulation import modulation_table
-from ltx_neuron.models.parallel import SingleRank
-from ltx_neuron.models.programs import dit_program
-from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.service.fields import read_request
 from ltx_neuron.service.jobs import VIDEO
-from ltx_neuron.text.encoders import Contexts
 
 runs = split_runs.runs  # a fixture
 # 73 frames at 24 fps are three segments of 24. A round's clip has 145 frames, 19 latents, keyframes at 48, 96, 144, and
@@ -45,7 +38,6 @@ RELEASES = {
     "1.4": (*("distilled", 60.0, 4), [(0, 13, 0, (48, 96), (24, 72), 80, 40), (72, 10, 4, (72,), (48,), 8, 30)]),
     "1.2.0": (*("dev", 48.0, 7), [(0, 13, 0, (48, 96), (24, 72), 40, 0), (48, 13, 0, (0, 48, 96), (24, 72), None, 0)]),
 }
-table = partial(modulation_table, weights(), CONFIG)
 
 
 def rendered(recipe: str) -> torch.Tensor:
@@ -53,13 +45,9 @@ def rendered(recipe: str) -> torch.Tensor:
     size, inputs = Size(64, 64, 73, 24.0, two_stage=True), dict(recipe=recipe, dfr=True, temporal_upsample_rounds=1)
     job, tensors, noise = make_job("", size, SEED, images=(IMAGE,), **inputs), dict(GIVEN), generator(SEED)
     for stage in job.stages[2:]:
-        bucket, of = job.bucket(stage), job.of(stage)
-        program = dit_program(CONFIG, bucket, 1, SingleRank(), torch.float32, 0)
-        ranks = HostRanks(bucket.name, program, weights().__getitem__)
-        run = StageRun(ranks, CompiledStep(bucket, program), CONFIG, torch.float32, table, COMPAT[None])
-        texts = [Contexts(*contexts(), torch.ones(1, 1024), None)]
+        of, run = job.of(stage), opened_run(job.bucket(stage))
         images = [(image, PICTURE) for image in of.images]
-        run.prepare(of, stage, texts, starting_states(job, stage, tensors, images, torch.float32), noise)
+        run.prepare(of, stage, texts(), starting_states(job, stage, tensors, images, torch.float32), noise)
         run.start()
         for number in range(stage.steps):
             run.step(number)
@@ -93,7 +81,7 @@ def looped(release: str) -> torch.Tensor:
     clip, stills = GIVEN["temporal_video"], GIVEN["s2_generated_keyframes"].split(1, dim=2)
     planes = dict(zip((48, 96, 144), stills, strict=True))
     initial, done = generator(SEED), []
-    texts = dict(zip(("video_context", "audio_context"), contexts(), strict=True))
+    given_contexts = dict(zip(("video_context", "audio_context"), contexts(), strict=True))
     for number, (start, count, held, given, new, image, sounds) in enumerate(windows):
         video, times = clip[:, :, start // 8 : start // 8 + count].clone(), clip_times(count)
         x, clean, mask = tokens(video), tokens(video).clone(), torch.ones(4 * count, 1)
@@ -118,7 +106,7 @@ def looped(release: str) -> torch.Tensor:
         x = mask * (0.025 * x + 0.975 * noise) + (1 - mask) * clean
         added = generator(SEED + 1000 + number)
         for sigma, end in zip(SIGMAS, SIGMAS[1:], strict=False):
-            inputs = dict(video_latent=x, keyframes_mask=marked, **texts)
+            inputs = dict(video_latent=x, keyframes_mask=marked, **given_contexts)
             x0 = predicted_video(CONFIG, weights(), mask, clean, where, sigma, sound, **inputs)
             if end == 0:
                 x = x0
