@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import pytest
 import warm_python
@@ -148,14 +148,6 @@ def once(path: Path, make: Callable):
         return pickle.loads(done.read_bytes())
 
 
-class Generated(NamedTuple):
-    """One run of generate_ltx23.py and the files it wrote."""
-
-    tensors: dict
-    perf: dict
-    video: Path
-
-
 class Setup:
     """The five scripts on one set of assets, each in its own process. Flags are keywords, see `words`. The same call is
     made once in a session, whichever worker makes it. settings: of every script's profile; four ranks run it as it is.
@@ -197,7 +189,7 @@ class Setup:
         call = script, *words(**flags), self.assets.checkpoint, self.tp, self.dtype
         return self.folder / "runs" / hashlib.sha256(str(call).encode()).hexdigest()[:16]
 
-    def generate(self, **flags) -> Generated:
+    def generate(self, **flags) -> SimpleNamespace:
         """Run generate_ltx23.py and read what it wrote."""
         from safetensors.torch import load_file
 
@@ -205,8 +197,8 @@ class Setup:
         out = self._folder_of(script, **flags)
         files = dict(output_path=out / "video.mp4", save_tensors=out / "tensors", perf_dump_path=out / "perf.json")
         once(out, lambda _: succeeded(self.run(script, spatial_upsampler_path=upsampler, **flags, **files)))
-        perf = json.loads(files["perf_dump_path"].read_text())
-        return Generated(load_file(files["save_tensors"]), perf, files["output_path"])
+        tensors, perf = load_file(files["save_tensors"]), json.loads(files["perf_dump_path"].read_text())
+        return SimpleNamespace(tensors=tensors, perf=perf, video=files["output_path"])
 
 
 def words(**flags) -> list[str]:

@@ -1,21 +1,28 @@
-"""Runs of the recorded jobs (golden_jobs.py), by engines in this process and by the scripts."""
+"""Runs of the recorded jobs (golden_jobs.py), by engines in this process and by the scripts. And a clip of windows with
+ltx-core's own loop over them, of which there is no record."""
 
+import dataclasses
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
-from conftest import Generated
 from engines import drawn_contexts, give_contexts, opened_engine, opened_workspace, sharing
+from golden.patches import numerics
+from golden.upstream import Pipeline
 from golden_jobs import JOBS, assets_of
 from helpers import STREAMS, read_video
-from jobs import replace
+from jobs import make_job, replace
 from records import Record
 
 from ltx_neuron.artifacts import build
 from ltx_neuron.engine.decode import Result
 from ltx_neuron.engine.run import Engine
-from ltx_neuron.job import Job
+from ltx_neuron.job import Job, Size
+
+WINDOW, CARRY, BLEND, RATE = 25, 17, 5, 24.0
 
 
 class Runs:
@@ -84,7 +91,7 @@ def runs(shared, artifacts):
     torch.set_num_threads(threads)
 
 
-def by_scripts(scripts, assets, job: Job, tp: int = 4, profile_set: tuple[str, ...] = ()) -> Generated:
+def by_scripts(scripts, assets, job: Job, tp: int = 4, profile_set: tuple[str, ...] = ()) -> SimpleNamespace:
     """Shard, compile and generate, as far as no earlier test did; the prompt is encoded on the ranks."""
     setup, names = scripts(assets, tp), ("height", "width", "num_frames", "frame_rate", "two_stage")
     size = {name: getattr(job.size, name) for name in names} | {"profile_set": profile_set}
@@ -93,7 +100,7 @@ def by_scripts(scripts, assets, job: Job, tp: int = 4, profile_set: tuple[str, .
 
 
 @pytest.fixture(scope="session")
-def text_to_video(scripts, tiny, shared) -> Generated:
+def text_to_video(scripts, tiny, shared) -> SimpleNamespace:
     """By the scripts at TP 4, from graphs for text alone."""
     return by_scripts(scripts, tiny, JOBS["text_to_video"].open(shared)[1])
 
@@ -121,3 +128,53 @@ def assert_tail_is_cut(runs: Runs, engine: Engine, job: Job) -> None:
     assert shorter["waveform"].shape == (2, samples) and {*whole} == {*shorter}
     kept = whole | {"frames": whole["frames"][:frames], "waveform": whole["waveform"][:, :samples]}
     assert {name for name in kept if not torch.equal(shorter[name], kept[name])} == set()
+
+
+def clip(frames: int = 33, prompt: str = "waves", **fields) -> Job:
+    windows = {"chunk_pixel_frames": WINDOW, "chunk_carry_frames": CARRY, "chunk_blend_frames": BLEND}
+    return make_job(prompt, Size(64, 64, frames, RATE, two_stage=True), 7, **windows | fields)
+
+
+class Held(NamedTuple):
+    """Sound at the beginning of a window that is there already."""
+
+    latent: torch.Tensor
+
+    def apply_to(self, latent_state, latent_tools):
+        tokens = latent_tools.patchifier.patchify(self.latent)
+        clean, mask = latent_state.clean_latent.clone(), latent_state.denoise_mask.clone()
+        clean[:, : tokens.shape[1]], mask[:, : tokens.shape[1]] = tokens, 0
+        return dataclasses.replace(latent_state, clean_latent=clean, denoise_mask=mask)
+
+
+class InWindows(Pipeline):
+    """Window after window through both stages, by the functions of ltx-pipelines and one generator."""
+
+    def run(self):
+        tensors, self.ends = {}, {}
+        for number, prompt in enumerate(self.job.texts_of_windows):
+            self.job, self.num_frames = self.job.replaced(prompt=prompt), WINDOW
+            tensors |= {f"w{number}_{name}": x for name, x in super().run().items()}
+        return tensors
+
+    def _stage(self, height, width, sigmas, video=None, audio=None):
+        ended = super()._stage(height, width, sigmas, video, audio)
+        sound = round(CARRY / RATE * 25)
+        self.ends[height] = ended[0][:, :, -(CARRY // 8 + 1) :], ended[1][:, :, -sound:]
+        return ended
+
+    def _streams(self, height, width, *begin):
+        from ltx_core.conditioning import VideoConditionByLatentIndex
+
+        streams = super()._streams(height, width, *begin)
+        if height not in self.ends:
+            return streams
+        video, audio = self.ends[height]
+        items = VideoConditionByLatentIndex(latent=video, strength=1.0, latent_idx=0), Held(audio)
+        return tuple(s._replace(items=(*s.items, item)) for s, item in zip(streams, items, strict=True))
+
+
+@torch.no_grad()
+def by_ltx_core(tiny, job: Job, draw) -> dict[str, torch.Tensor]:
+    with numerics("later"):
+        return InWindows(tiny, job, draw).run()

@@ -416,15 +416,9 @@ def write_film(path, frames, rate=24, sound=None, lossless=False):
     """A video, with 48000 samples of sound a second, if any. Returns the path."""
     import av
 
+    codec, pixels, options = ("libx264rgb", "rgb24", {"qp": "0"}) if lossless else ("libx264", "yuv420p", {"crf": "12"})
     with av.open(str(path), "w") as container:
-        if sound is not None:
-            track = container.add_stream("pcm_s16le", rate=48000, layout="stereo")
-            samples = (sound * 2**15).short().T.reshape(1, -1).contiguous().numpy()
-            samples = av.AudioFrame.from_ndarray(samples, format="s16", layout="stereo")
-            samples.sample_rate = 48000
-        codec, pixels, options = ("libx264", "yuv420p", {"crf": "12"})
-        if lossless:
-            codec, pixels, options = ("libx264rgb", "rgb24", {"qp": "0"})
+        track = container.add_stream("pcm_s16le", rate=48000, layout="stereo") if sound is not None else None
         stream = container.add_stream(codec, rate=rate, options=options)
         stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], pixels
         for number, picture in enumerate(frames.numpy()):
@@ -432,7 +426,10 @@ def write_film(path, frames, rate=24, sound=None, lossless=False):
             frame.pts = number
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
-        if sound is not None:
+        if track:
+            samples = (sound * 2**15).short().T.reshape(1, -1).contiguous().numpy()
+            samples = av.AudioFrame.from_ndarray(samples, format="s16", layout="stereo")
+            samples.sample_rate = 48000
             container.mux([*track.encode(samples), *track.encode()])
     return path
 
@@ -449,14 +446,14 @@ def read_video(path: str | Path) -> dict:
     import av
 
     with av.open(str(path)) as container:
-        video, audio = container.streams.video[0], next(iter(container.streams.audio), None)
-        pictures, sound = video.codec_context, audio and audio.codec_context
+        video, pictures = container.streams.video[0], container.streams.video[0].codec_context
         facts = {"video_codec": pictures.name, "pixel_format": pictures.pix_fmt, "frame_rate": video.average_rate}
         facts |= {"width": pictures.width, "height": pictures.height}
-        if sound:
+        facts["video_seconds"] = float(video.duration * video.time_base)
+        if container.streams.audio:
+            audio, sound = container.streams.audio[0], container.streams.audio[0].codec_context
             facts |= {"audio_codec": sound.name, "channels": sound.channels, "sample_rate": sound.sample_rate}
-        for name, stream in (("video", video), *([("audio", audio)] if audio else ())):
-            facts[f"{name}_seconds"] = float(stream.duration * stream.time_base)
+            facts["audio_seconds"] = float(audio.duration * audio.time_base)
         return facts | {"frame_count": sum(1 for _ in container.decode(video))}
 
 

@@ -7,6 +7,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -195,14 +196,11 @@ def test_a_device_too_small_is_refused_from_the_manifests_alone(checked, calls, 
     """What is compared was counted when compiling; the plan, which exports graphs, is asked only then, for a size that
     fits."""
     workspace, job = checked.engine.workspace, make_job("rain", Size(**ONE_STAGE))
-    manifests = [step.manifest for step in checked.engine.preflight.check([job]).values()]
-    stages = [[each] for each in manifests]
+    stages = [[step.manifest] for step in checked.engine.preflight.check([job]).values()]
     memory = compiled_memory(workspace, stages, [], job, checked.engine.options)
-    needed = CoreMemory(
-        4 * sum(map(math.prod, manifests[0].weights().values())),
-        (workspace.weights("gemma3") / "rank0.safetensors").stat().st_size,
-        compiled_activations(stages),
-    ).in_turn
+    weights = 4 * sum(map(math.prod, stages[0][0].weights().values()))
+    encoder = (workspace.weights("gemma3") / "rank0.safetensors").stat().st_size
+    needed = CoreMemory(weights, encoder, compiled_activations(stages)).in_turn
     for limit, exports in ((needed, False), (needed - 1, True)):
         chip = replace(TRAINIUM2, memory_bytes=4 * limit)
         monkeypatch.setattr(workspace, "profile", replace(workspace.profile, chip=chip))
@@ -241,10 +239,6 @@ UNKNOWN = {
     "guidance_scale .* video_cfg_guidance_scale=3.0, with recipe='dev'": dict(guidance_scale=3.0),
     r"num_frame'; did you mean num_frames\?": dict(num_frame=9),
 }
-UNKNOWN_OF_OPENING = {
-    "device_map .* profile='trn2.3xlarge'": dict(device_map="auto"),
-    r"gema_root'; did you mean gemma_root\?": dict(gema_root="gemma"),
-}
 UNKNOWN_ATTRIBUTES = {
     r"loras=\[\('FILE', 1.0\)\], in from_pretrained or in a call; prepare --lora": "load_lora_weights",
     r"engin'; did you mean engine\?": "engin",
@@ -252,12 +246,12 @@ UNKNOWN_ATTRIBUTES = {
 
 
 def test_mistakes_are_plain_words_and_leave_the_models_loaded(api, tiny):
-    before, files = children(), dict(checkpoint_path=tiny.checkpoint, gemma_root=tiny.gemma_root)
+    before, opens = children(), partial(LTXPipeline.from_pretrained, tiny.checkpoint, gemma_root=tiny.gemma_root)
     for error, rows, use in (
         (UserError, MISTAKES, lambda wrong: api(**CALL | wrong)),
         (TypeError, UNKNOWN, lambda wrong: api(**CALL | wrong)),
-        (UserError, MISTAKES_OF_OPENING, lambda wrong: LTXPipeline.from_pretrained(**files, **wrong)),
-        (TypeError, UNKNOWN_OF_OPENING, lambda wrong: LTXPipeline.from_pretrained(**files, **wrong)),
+        (UserError, MISTAKES_OF_OPENING, lambda wrong: opens(**wrong)),
+        (TypeError, {"device_map .* profile='trn2.3xlarge'": dict(device_map="auto")}, lambda wrong: opens(**wrong)),
         (AttributeError, UNKNOWN_ATTRIBUTES, lambda name: getattr(api, name)),
     ):
         for message, wrong in rows.items():

@@ -7,10 +7,9 @@ import conftest
 import golden_runs
 import pytest
 import torch
-from chunked_clips import CARRY, WINDOW, clip
 from engines import opened_engine, opened_workspace, sharing
 from golden_jobs import JOBS, assets_of
-from golden_runs import assert_has_the_size_of_the_job, assert_is_recorded, assert_tail_is_cut, by_scripts
+from golden_runs import assert_has_the_size_of_the_job, assert_is_recorded, assert_tail_is_cut, by_scripts, clip
 from helpers import one_thread, read_video  # noqa: F401
 from jobs import replace
 from records import Record
@@ -119,7 +118,7 @@ def test_a_job_resumed_after_stage_1_and_a_warm_up_ends_with_the_same_bits(runs,
 def test_forty_windows_need_no_more_memory_than_four(runs, tmp_path):
     def peak(windows: int) -> int:
         """The peak of this process and its ranks, in bytes."""
-        job = clip(WINDOW + (WINDOW - CARRY) * (windows - 1))
+        job = clip(golden_runs.WINDOW + (golden_runs.WINDOW - golden_runs.CARRY) * (windows - 1))
         assert len(job.windows) == windows
         engine = runs.engine()
         engine.recorder = engine.residency.recorder = Recorder()
