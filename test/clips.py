@@ -19,12 +19,6 @@ BOX, LEFT = 12, 14  # a grey square in the dark frames: its sides, and how far f
 MIRROR = (-1, 0, 0, 1)
 
 
-def picture(sides: tuple[int, int], white: bool) -> np.ndarray:
-    frame, top = np.full((*sides, 3), 235 if white else 16, np.uint8), (sides[0] - BOX) // 2
-    frame[top : top + BOX, LEFT : LEFT + BOX] = 235 if white else 120
-    return frame
-
-
 def noise_with_click(rate: int, seconds: float, click: float, channels: int = 2) -> np.ndarray:
     """A loud click in soft noise, float32 (channels, samples)."""
     sound = 0.003 * np.random.default_rng(0).standard_normal((channels, round(rate * seconds)))
@@ -48,6 +42,7 @@ def write_clip(
 ) -> Path:
     """A clip. Its click is at the white frame's time, whatever is moved. times: of the frames, in seconds; moved: a
     sound packet's time in the file, or None to drop it; codec: of the sound, if any; sound_at: where it begins."""
+    top = (sides[0] - BOX) // 2
     with av.open(str(path), "w", options=container or {}) as file:
         video = file.add_stream("libx264", rate=RATE, options={"crf": "5", "bf": "0"})
         video.height, video.width, video.pix_fmt = *sides, "yuv420p"
@@ -55,7 +50,9 @@ def write_clip(
         if codec:
             audio = file.add_stream(codec, rate=rate, layout=layout)
         for number in range(frames):
-            frame = av.VideoFrame.from_ndarray(picture(sides, number == FLASH), format="rgb24")
+            picture = np.full((*sides, 3), 235 if number == FLASH else 16, np.uint8)
+            picture[top : top + BOX, LEFT : LEFT + BOX] = 235 if number == FLASH else 120
+            frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
             frame.pts, frame.time_base = round(times(number) * 12000), Fraction(1, 12000)
             file.mux(video.encode(frame))
         file.mux(video.encode())

@@ -96,18 +96,15 @@ def home(split, tmp_path_factory):
     return folder
 
 
-def run(home, split, artifacts, recipe: str, **flags: object) -> dict[str, torch.Tensor]:
-    """The tensors of a job with the adapter."""
+def run(home, split, artifacts, recipe: str, **flags: object) -> tuple[dict, Workspace, HostModels]:
+    """The tensors of a job with the adapter, and what its model is read by."""
     flags |= {"checkpoint_path": split.folder, "artifacts_dir": artifacts, "profile": "cpu", "profile_set": QUICK}
     flags |= {"recipe": recipe, "tp_degree": 1, "dtype": "float32", "ic_lora": home / "hdr.safetensors"}
     dispatch(["prepare", *words(**flags)])
     dispatch(["generate", *words(**flags, save_tensors=home / "tensors.safetensors")])
-    return load_file(home / "tensors.safetensors")
-
-
-def host_of(split, artifacts, checkpoint) -> tuple[Workspace, HostModels]:
-    workspace = Workspace(checkpoint, resolve("cpu", ()), artifacts, 1, "float32")
-    return workspace, HostModels(checkpoint, workspace.config, torch.float32, files=workspace.files)
+    workspace = Workspace(getattr(split, recipe), resolve("cpu", ()), artifacts, 1, "float32")
+    host = HostModels(workspace.checkpoint_path, workspace.config, torch.float32, files=workspace.files)
+    return load_file(home / "tensors.safetensors"), workspace, host
 
 
 def planes(latent: torch.Tensor, rows: int = 2, columns: int = 3) -> torch.Tensor:
@@ -117,8 +114,8 @@ def planes(latent: torch.Tensor, rows: int = 2, columns: int = 3) -> torch.Tenso
 @torch.no_grad()
 def test_hdr_equals_the_loop_and_ships_its_light_as_exr_and_hlg(home, split, artifacts, capsys):
     files = {"text_embeddings": home / "texts.safetensors", "output_path": home / "out.mp4"}
-    got = run(home, split, artifacts, "distilled", **files, video_conditioning=((home / "in.mkv", 1.0),))
-    workspace, host = host_of(split, artifacts, split.distilled)
+    files["video_conditioning"] = ((home / "in.mkv", 1.0),)
+    got, workspace, host = run(home, split, artifacts, "distilled", **files)
     with av.open(str(home / "in.mkv")) as film:
         shown = np.stack([frame.to_ndarray(format="rgb24") for frame in film.decode(video=0)])
     codes = encoded(linear(shown / 255.0))
@@ -161,8 +158,8 @@ def test_a_folder_of_exr_files_is_generated_at_twice_its_frames_in_high_quality(
         OpenEXR.File({}, {"RGB": picture.astype(np.float32)}).write(str(folder / f"plate.{number:04d}.exr"))
     files = {"text_embeddings": home / "texts.safetensors", "output_path": home / "hq.mp4"}
     spaces = {"input_colorspace": "acescg", "frame_rate": 24, "exr_colorspace": "acescct", "high_quality": True}
-    got = run(home, split, artifacts, "distilled", **files, **spaces, video_conditioning=((folder, 1.0),))
-    workspace, host = host_of(split, artifacts, split.distilled)
+    spaces["video_conditioning"] = ((folder, 1.0),)
+    got, workspace, host = run(home, split, artifacts, "distilled", **files, **spaces)
     pixels = torch.from_numpy(2 * encoded(plate) - 1).float().permute(3, 0, 1, 2)[None]
     reference = host.encode_video(pixels.repeat_interleave(2, dim=2)[:, :, :17], whole=True)
     end = Loop(workspace, home, reference, fps=24.0).run(
@@ -181,9 +178,8 @@ def test_a_matte_equals_the_loop_and_is_the_alpha_of_its_video(home, split, arti
     """At cfg 1 the guided prediction is the model's own, whatever the rescale."""
     size = {"height": 64, "width": 96, "num_frames": 9, "num_inference_steps": 3}
     files = {"video_conditioning": ((home / "in.mkv", 1.0),), "output_path": home / "matte.mov"}
-    got = run(home, split, artifacts, "dev", alpha_gen=True, **size, **files, save_frames=home / "png")
+    got, workspace, host = run(home, split, artifacts, "dev", alpha_gen=True, **size, **files, save_frames=home / "png")
     assert "the prompt is empty: the references alone guide the video" in capsys.readouterr().out
-    workspace, host = host_of(split, artifacts, split.dev)
     end = Loop(workspace, home, got["reference_latent"], fps=24.0).run(ltx2_schedule(3), got["video_context"])
     assert rel(got["s1_video"], planes(end[:, :12])) < FP32
     matte = torch.cat([*host.decode_video(got["s1_video"])]).float().mean(-1).round().byte().numpy()
