@@ -134,6 +134,7 @@ DAMAGES = {
     "missing-rank": (RANK, None),
     "flipped-rank": (RANK, _flip),
     "truncated-rank": (RANK, lambda content: content[:-1]),
+    "missing-graph": (GRAPH, None),
     "flipped-graph": (GRAPH, _flip),
     "other-tensors": (RANK, lambda content: content.replace(b'"proj_out.bias"', b'"xroj_out.bias"')),
 }
@@ -186,6 +187,7 @@ SHARD_DIT: --checkpoint-path {bad}/no-dit.safetensors -> no tensor | CHECKPOINT
 --perf-dump-path {root}/out/video.json -> the JSON of --output-path | --perf-dump-path
 --audio-path {bad}/gone.wav --resume -> --resume needs --audio-path | present path of this file
 SHARD_DIT: --artifacts-dir '{bad}/a file' -> --artifacts-dir DIR
+COMPILE_DIT: --artifacts-dir '{bad}/a file/x' -> --artifacts-dir DIR
 --artifacts-dir '{bad}/a file' -> no dit graphs | Make them:
 # the text encoder
 --gemma-root {bad}/broken-config -> config.json is not JSON
@@ -193,6 +195,7 @@ SHARD_DIT: --artifacts-dir '{bad}/a file' -> --artifacts-dir DIR
 --gemma-root {bad}/deep -> num_hidden_layers 6 | take 4 layers | GEMMA
 --gemma-root {bad}/other-heads -> q_proj | wanted | GEMMA
 SHARD_GEMMA: --gemma-root {bad}/odd-heads --tp-degree 2 -> num_key_value_heads=3 | one of 1
+--gemma-root {bad}/odd-heads --tp-degree 2 --neuron-gemma -> num_key_value_heads=3
 COMPILE_GEMMA: --gemma-root {bad}/absent -> not a folder | GEMMA
 # upsamplers
 --two-stage -> --two-stage | --spatial-upsampler-path | SPATIAL
@@ -207,9 +210,11 @@ COMPILE_GEMMA: --gemma-root {bad}/absent -> not a folder | GEMMA
 --artifacts-dir {bad}/other-code -> code (this toolkit's code): got 0123456789ab | PREPARE
 --artifacts-dir {bad}/edited-torch -> torch | got 1.0.0 | rm -r | PREPARE
 --artifacts-dir {bad}/unfinished -> not finished | Make them again: | PREPARE
+SHARD_DIT: --artifacts-dir {bad}/unfinished --verify -> not finished
 --artifacts-dir {bad}/broken-manifest -> manifest.json cannot be read | rm -r | PREPARE
 --artifacts-dir {bad}/missing-rank -> rank0.safetensors: missing | rm -r | PREPARE
 --artifacts-dir {bad}/truncated-rank -> rank0.safetensors: | bytes, wanted | rm -r
+--artifacts-dir {bad}/missing-graph -> step.pt2: missing | rm -r | PREPARE
 --artifacts-dir {bad}/flipped-graph -> step.pt2: content differs | rm -r | PREPARE
 SHARD_DIT: --artifacts-dir {root}/none --verify -> no dit weights | SHARD
 SHARD_DIT: --artifacts-dir {bad}/flipped-rank --verify -> rank0.safetensors: content differs from its blake3 | rm -r
