@@ -1,5 +1,4 @@
-"""Clips with a flash and a click at one time, as recorders and editors write them; and what is seen
-and heard when in a file."""
+"""Clips with a flash and a click at one time, as recorders and editors write them; what is seen and heard in a file."""
 
 import os
 import shlex
@@ -11,19 +10,13 @@ from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
+import av
 import numpy as np
 
 FLASH = 16  # the number of the white frame
 RATE = 24
 BOX, LEFT = 12, 14  # a grey square in the dark frames: its sides, and how far from the left
 MIRROR = (-1, 0, 0, 1)
-
-
-def picture(sides: tuple[int, int], white: bool) -> np.ndarray:
-    frame = np.full((*sides, 3), 235 if white else 16, np.uint8)
-    top = (sides[0] - BOX) // 2
-    frame[top : top + BOX, LEFT : LEFT + BOX] = 235 if white else 120
-    return frame
 
 
 def noise_with_click(rate: int, seconds: float, click: float, channels: int = 2) -> np.ndarray:
@@ -49,8 +42,7 @@ def write_clip(
 ) -> Path:
     """A clip. Its click is at the white frame's time, whatever is moved. times: of the frames, in seconds; moved: a
     sound packet's time in the file, or None to drop it; codec: of the sound, if any; sound_at: where it begins."""
-    import av
-
+    top = (sides[0] - BOX) // 2
     with av.open(str(path), "w", options=container or {}) as file:
         video = file.add_stream("libx264", rate=RATE, options={"crf": "5", "bf": "0"})
         video.height, video.width, video.pix_fmt = *sides, "yuv420p"
@@ -58,17 +50,17 @@ def write_clip(
         if codec:
             audio = file.add_stream(codec, rate=rate, layout=layout)
         for number in range(frames):
-            frame = av.VideoFrame.from_ndarray(picture(sides, number == FLASH), format="rgb24")
+            picture = np.full((*sides, 3), 235 if number == FLASH else 16, np.uint8)
+            picture[top : top + BOX, LEFT : LEFT + BOX] = 235 if number == FLASH else 120
+            frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
             frame.pts, frame.time_base = round(times(number) * 12000), Fraction(1, 12000)
             file.mux(video.encode(frame))
         file.mux(video.encode())
         if not codec:
             return path
-        channels = audio.codec_context.layout.nb_channels
-        sound = noise_with_click(rate, seconds, times(FLASH) - sound_at, channels)
+        sound = noise_with_click(rate, seconds, times(FLASH) - sound_at, audio.codec_context.layout.nb_channels)
         for packet in encoded(audio, sound, rate, layout):
-            time = moved(float(packet.pts * packet.time_base) + sound_at)
-            if time is not None:
+            if (time := moved(float(packet.pts * packet.time_base) + sound_at)) is not None:
                 packet.pts = packet.dts = round(time / packet.time_base)
                 file.mux(packet)
     return path
@@ -76,11 +68,7 @@ def write_clip(
 
 def encoded(stream, sound: np.ndarray, rate: int, layout: str) -> list:
     """The packets of a sound, float32 (channels, samples)."""
-    import av
-
-    wanted = stream.codec_context.format
-    resampler = av.AudioResampler(wanted.name, layout, rate)
-    packets = []
+    resampler, packets = av.AudioResampler(stream.codec_context.format.name, layout, rate), []
     for first in range(0, sound.shape[1], 1024):
         samples = np.ascontiguousarray(sound[:, first : first + 1024])
         frame = av.AudioFrame.from_ndarray(samples, "fltp", layout)
@@ -118,8 +106,6 @@ class Seen(NamedTuple):
 
 def seen(path: Path) -> Seen:
     """Read by PyAV alone: by the times of the file, without ltx_neuron."""
-    import av
-
     flash = click = None
     frames, dark = 0, np.zeros((2, 2, 3))
     with av.open(str(path)) as file, suppress(av.error.FFmpegError):  # of a file that is cut off
@@ -148,11 +134,9 @@ def run_printed(message: str, folder: Path) -> Path:
     """Run the command of a message as a user would, in a folder; return the new file."""
     import imageio_ffmpeg
 
-    bin = folder / "bin"
-    bin.mkdir(exist_ok=True)
+    (bin := folder / "bin").mkdir(exist_ok=True)
     (bin / "ffmpeg").exists() or (bin / "ffmpeg").symlink_to(imageio_ffmpeg.get_ffmpeg_exe())
-    _, _, command = message.partition("Type: ")
-    before = {each: each.stat().st_mtime_ns for each in folder.iterdir()}
+    command, before = message.partition("Type: ")[2], {each: each.stat().st_mtime_ns for each in folder.iterdir()}
     # ffmpeg would ask whether it may replace a file.
     how = dict(shell=True, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
     done = subprocess.run(command, env=os.environ | {"PATH": f"{bin}:{os.environ['PATH']}"}, **how)

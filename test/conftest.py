@@ -9,10 +9,10 @@ import signal
 import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import pytest
 import warm_python
@@ -43,7 +43,7 @@ SCRIPT_SECONDS = 300  # the longest a script may take; the slowest takes a tenth
 
 
 def needs(*packages: str, extras: str) -> None:
-    """Skip a test file where a package is not installed. It is not imported: Ray, the client of OpenAI and Playwright
+    """Skip a test file where a package is not installed, without importing it: Ray, the client of OpenAI and Playwright
     take seconds, and a run of other files collects this one too."""
     if not all(map(find_spec, packages)):
         pytest.skip(f"an extra is not installed: pip install -e .[{extras}]", allow_module_level=True)
@@ -85,8 +85,8 @@ def split(shared):
 
 @pytest.fixture(scope="session")
 def artifacts(shared) -> Path:
-    """The artifacts folder of tests whose subject is not what lies in one: what one of them makes the others find, also
-    those of another worker. Prompts that a test wants to be encoded are its own."""
+    """The artifacts folder of tests whose subject is not what lies in one: they find what others of any worker make.
+    Prompts that a test wants to be encoded are its own."""
     return shared / "artifacts"
 
 
@@ -112,8 +112,7 @@ def small_disk(tmp_path):
 
 @pytest.fixture(scope="session")
 def ffmpeg(shared) -> Path:
-    """A folder for PATH with the program ffmpeg of the wheel imageio-ffmpeg. Commands that errors print are run with
-    it."""
+    """A folder for PATH with the program ffmpeg of a wheel, which runs the commands that errors print."""
     try:
         from imageio_ffmpeg import get_ffmpeg_exe
 
@@ -121,11 +120,8 @@ def ffmpeg(shared) -> Path:
     except (ImportError, RuntimeError):  # no wheel, or one without a program
         pytest.skip("NO PRINTED ffmpeg COMMAND WAS RUN: pip install -e .[dev], on Linux x86-64")
 
-    def link(path: Path) -> None:
-        path.mkdir()
-        (path / "ffmpeg").symlink_to(program)
-
-    once(shared / "ffmpeg", link)
+    (shared / "ffmpeg").mkdir(exist_ok=True)
+    once(shared / "ffmpeg/ffmpeg", lambda path: path.symlink_to(program))
     return shared / "ffmpeg"
 
 
@@ -152,19 +148,9 @@ def once(path: Path, make: Callable):
         return pickle.loads(done.read_bytes())
 
 
-class Generated(NamedTuple):
-    """One run of generate_ltx23.py and the files it wrote."""
-
-    tensors: dict
-    perf: dict
-    video: Path
-
-
 class Setup:
     """The five scripts on one set of assets, each in its own process. Flags are keywords, see `words`. The same call is
-    made once in a session, whichever worker makes it: the first one's result is returned again.
-
-    settings: of the profile of every script. Four ranks run what the profile says.
+    made once in a session, whichever worker makes it. settings: of every script's profile; four ranks run it as it is.
     """
 
     def __init__(self, shared: Path, assets, tp: int, dtype: str):
@@ -196,17 +182,14 @@ class Setup:
 
     def _run_all(self, calls: list, gemma: bool) -> None:
         for script, flags in calls:
-
-            def run(path, script=script, flags=flags) -> None:
-                succeeded(self.run(script, gemma, **flags))
-
-            once(self._folder_of(script, **flags), run)
+            run = partial(self.run, script, gemma, **flags)
+            once(self._folder_of(script, **flags), lambda _, run=run: succeeded(run()))
 
     def _folder_of(self, script: str, **flags) -> Path:
         call = script, *words(**flags), self.assets.checkpoint, self.tp, self.dtype
         return self.folder / "runs" / hashlib.sha256(str(call).encode()).hexdigest()[:16]
 
-    def generate(self, **flags) -> Generated:
+    def generate(self, **flags) -> SimpleNamespace:
         """Run generate_ltx23.py and read what it wrote."""
         from safetensors.torch import load_file
 
@@ -214,8 +197,8 @@ class Setup:
         out = self._folder_of(script, **flags)
         files = dict(output_path=out / "video.mp4", save_tensors=out / "tensors", perf_dump_path=out / "perf.json")
         once(out, lambda _: succeeded(self.run(script, spatial_upsampler_path=upsampler, **flags, **files)))
-        perf = json.loads(files["perf_dump_path"].read_text())
-        return Generated(load_file(files["save_tensors"]), perf, files["output_path"])
+        tensors, perf = load_file(files["save_tensors"]), json.loads(files["perf_dump_path"].read_text())
+        return SimpleNamespace(tensors=tensors, perf=perf, video=files["output_path"])
 
 
 def words(**flags) -> list[str]:

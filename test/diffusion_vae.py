@@ -11,27 +11,16 @@ from torch import Tensor
 from ltx_neuron.config.diffusion import DiffusionDecoderConfig, diffusion_decoder_config
 from ltx_neuron.host.diffusion import DiffusionDecoder, HostSpans
 
-VAE = {
-    "_class_name": "CausalDiffusionVAE",
-    "model_output_type": "x0",
-    "decoder": {
-        "in_channels": 8,
-        "out_channels": 3,
-        "patch_size": 4,
-        "head_dim": 16,
-        "stage_channels": [32, 32, 16, 16, 16],
-        "stage_depths": [1, 2, 1, 1, 3],
-        "stage_kernels": [[3, 3, 3], [3, 3, 3], [3, 3, 3], [3, 5, 3], [5, 5, 7]],
-        "stage5_kernel": [5, 5, 7],
-        "upsamples": [[[1, 2, 2], 1], [[2, 1, 1], 2], [[2, 2, 2], 1], [[2, 2, 2], 1]],
-        "timestep_scale_multiplier": 1000.0,
-        "default_num_inference_steps": 1,
-    },
-}
+_DECODER = {"in_channels": 8, "out_channels": 3, "patch_size": 4, "head_dim": 16, "stage5_kernel": [5, 5, 7]}
+_DECODER |= {"stage_channels": [32, 32, 16, 16, 16], "stage_depths": [1, 2, 1, 1, 3]}
+_DECODER |= {"stage_kernels": [[3, 3, 3], [3, 3, 3], [3, 3, 3], [3, 5, 3], [5, 5, 7]]}
+_DECODER |= {"upsamples": [[[1, 2, 2], 1], [[2, 1, 1], 2], [[2, 2, 2], 1], [[2, 2, 2], 1]]}
+_DECODER |= {"timestep_scale_multiplier": 1000.0, "default_num_inference_steps": 1}
+VAE = {"_class_name": "CausalDiffusionVAE", "model_output_type": "x0", "decoder": _DECODER}
 SEED = 7  # of the golden frames' noise
 GATED = ["diff_blocks.0.gate_msa"]
-# By latent shape: every few frames, rows and columns that ltx-core 1.2.0's DiffusionVideoDecoder
-# decodes from `latent` in float32, with NATTEN's neighbourhoods of the whole clip.
+# By latent shape: every few frames, rows and columns that ltx-core 1.2.0's DiffusionVideoDecoder decodes from `latent`
+# in float32, with NATTEN's neighbourhoods of the whole clip.
 GOLDEN = load_file(Path(__file__).parent / "golden" / "diffusion_decoder.safetensors")
 GOLDEN_STEPS = {"2x2x4": 4, "6x5x7": 8}
 
@@ -64,12 +53,13 @@ def spans(dtype: torch.dtype = torch.float32) -> HostSpans:
 
 def write(path: Path, **more: Tensor) -> Path:
     """Write the decoder's file under the names of a checkpoint. more: further tensors."""
-    shared = "per_channel_statistics."
-    named = {
-        ("vae." if name.startswith(shared) else "vae.decoder.") + name: tensor
-        for name, tensor in weights(config_of()).items()
-    }
-    save_file(named | more, path, metadata={"config": json.dumps({"vae": VAE})})
+    named = {f"vae.decoder.{name}": tensor for name, tensor in weights(config_of()).items()}
+    shared = "decoder.per_channel_statistics", "per_channel_statistics"
+    save_file(
+        {name.replace(*shared): tensor for name, tensor in named.items()} | more,
+        path,
+        metadata={"config": json.dumps({"vae": VAE})},
+    )
     return path
 
 

@@ -24,8 +24,6 @@ PUPPY = "a golden retriever puppy runs across a sunny green meadow"
 WAVES = "waves crash on the shore ; Möwen singen – « hello » says a man"
 RAIN, DUST = "rain on a tin roof", "dust"
 
-# --- models ---------------------------------------------------------------------------------------
-
 # Four blocks: graphs of one and of two have several groups, and STG blocks are some of many.
 FOUR = TinySizes(layers=4, seed=31)
 # Nothing here is a power of two or of the release: 3 blocks of 8 heads, 10 and 6 channels each; 5 layers of Gemma3.
@@ -43,13 +41,10 @@ def assets_of(model: str, folder: Path):
     return ASSETS if model == "demo" else once(folder / model, lambda path: make_tiny(path, MODELS[model]))
 
 
-# --- files ----------------------------------------------------------------------------------------
-
-
 def make_media(folder: Path) -> Path:
-    """film: 17 frames of 64 x 64 with sound; cut: with half of it; mute: with none; short: 9 of
-    64 x 80 frames; held: a picture, and 17 frames of it; mask: 9 striped ones; speech: 20 with more
-    sound than 17 have. And sound. Videos are lossless: other encodings depend on the number of cores."""
+    """film: 17 frames of 64 x 64 with sound; cut: with half of it; mute: with none; short: 9 of 64 x 80 frames; held: a
+    picture, and 17 frames of it; mask: 9 striped ones; speech: 20 with more sound than 17 have. And sound. Videos are
+    lossless: other encodings depend on the number of cores."""
     folder.mkdir(parents=True)
     film, seconds = picture_frames(17, 64, 64, 3), 17 / 20
     picture = picture_frames(1, 64, 80, 70)
@@ -72,8 +67,6 @@ def make_media(folder: Path) -> Path:
     write_sound(folder / "sound.wav", samples, 44100, "pcm_s16le", "stereo", "s16")
     return folder
 
-
-# --- parts of jobs --------------------------------------------------------------------------------
 
 VIDEO = StreamGuidance(cfg_scale=2.5, stg_scale=0.8, stg_blocks=(1,), modality_scale=2.2, rescale_scale=0.6)
 AUDIO = StreamGuidance(cfg_scale=5.0, stg_scale=1.3, stg_blocks=(0,), modality_scale=1.7, rescale_scale=0.35)
@@ -100,8 +93,9 @@ def images(assets, *placed) -> tuple[ImageCondition, ...]:
     return tuple(ImageCondition(assets.image, *image) for image in placed)
 
 
+TILES = dict(tile=True, tile_height=96, tile_width=96)  # of 4 x 4 cells, of which neighbours share two
 PARTLY = (0, 0.8), (8, 0.6)  # a first frame held in part, and a keyframe
-TWO_STAGES = Size(64, 128, 9, 30.0, True)
+ONE_STAGE, TWO_STAGES = Size(96, 64, 9, 30.0), Size(64, 128, 9, 30.0, True)
 
 
 def puppy(**more) -> Job:
@@ -109,9 +103,8 @@ def puppy(**more) -> Job:
     return make_job(PUPPY, Size(128, 192, 17, 24.0, True), 10, **more)
 
 
-def guided(size: Size | None = None, **more) -> Job:
-    """One stage, on four blocks."""
-    size = size or Size(96, 64, 9, 30.0)
+def guided(size: Size = ONE_STAGE, **more) -> Job:
+    """On four blocks."""
     return make_job(RAIN, size, 77, **guidance(replace(VIDEO, stg_blocks=(1, 3))) | more)
 
 
@@ -120,8 +113,8 @@ def image_job(assets, *placed, two_stage: bool = True, **more) -> Job:
 
 
 def hq(assets) -> Job:
-    """Other strengths of the distilled LoRA in both stages, a first frame and a keyframe held in part; a
-    stream that skips, which substeps never do."""
+    """Other strengths of the distilled LoRA in both stages, a first frame and a keyframe held in part; a stream that
+    skips, which substeps never do."""
     more = guidance(replace(VIDEO, stg_blocks=(1, 3), skip_step=1)) | dict(images=images(assets, (0, 0.7), (8, 0.5)))
     more |= dict(sampler="res_2s", stage_1_loras=lora(assets, 0.25), stage_2_loras=lora(assets, 0.5))
     return guided(Size(192, 128, 9, 30.0, True), **more)
@@ -149,25 +142,19 @@ def longer(media, **more) -> Job:
     return retake(media, num_frames=25, retake=Retake(media / "film.mkv", extend=8 / 20, source_frames=17), **more)
 
 
-def still(media) -> ReferenceVideo:
-    return ReferenceVideo(media / "held.png", 1.0, 17, still=True)
-
-
 def ic_lora(assets, media, height=128, num_frames=17, two_stage=True, scales=(1, 1), **more) -> Job:
     """Two references, one shorter than the clip, behind an image as a guide, all masked."""
-    film, short = (
-        ReferenceVideo(media / "film.mkv", 1.0, 17, *scales),
-        ReferenceVideo(media / "short.mkv", 0.6, 9, *scales),
-    )
-    inputs = dict(images=images(assets, (8, 0.5)), references=(film, short), stage_1_loras=lora(assets))
+    files = ("film.mkv", 1.0, 17), ("short.mkv", 0.6, 9)
+    references = tuple(ReferenceVideo(media / name, *how, *scales) for name, *how in files)
+    inputs = dict(images=images(assets, (8, 0.5)), references=references, stage_1_loras=lora(assets))
     inputs |= dict(attention_mask=AttentionMask(media / "mask.mkv", 0.8))
     return make_job(RAIN, Size(height, height, num_frames, 25.0, two_stage), 33, **inputs | more)
 
 
-def tiled(assets, media) -> Job:
-    """Of 4 x 4 cells, of which neighbours share two, with masked references behind a guide."""
-    tiles = dict(tile=True, tile_height=96, tile_width=96)
-    return ic_lora(assets, media, height=256, num_frames=9, skip_stage_2=True, **tiles)
+def still(assets, media) -> Job:
+    """With one picture as reference."""
+    held = ReferenceVideo(media / "held.png", 1.0, 17, still=True)
+    return ic_lora(assets, media, two_stage=False, references=(held,), attention_mask=None)
 
 
 def interpolated(assets) -> Job:
@@ -175,30 +162,26 @@ def interpolated(assets) -> Job:
     return make_job(RAIN, TWO_STAGES, 12, **guidance(audio=replace(AUDIO, rescale_scale=0.0)), **more)
 
 
-def dubbed(assets, media, **more) -> Job:
+def dubbed(assets, media) -> Job:
     """17 of a clip's 20 frames, with all of its sound, behind an image."""
     clip = read_clip(media / "speech.mkv", lora(assets), reference_strength=0.8)
     inputs = dict(images=images(assets, (0, 1.0)), loras=lora(assets))
-    return make_job(RAIN, Size(64, 128, 17, 20.0, True), 41, **clip, **inputs | more)
+    return make_job(RAIN, Size(64, 128, 17, 20.0, True), 41, **clip, **inputs)
 
 
-def voiced(assets, media, identity: float = 2.5, distilled: bool = False, two_stage: bool = True, **more) -> Job:
-    """Guided, in two stages, behind an image; the voice is read for longer than the clip."""
-    scale = {} if distilled else {"identity_guidance_scale": identity}
-    voice = read_voice(media / "sound.wav", reference_audio_max_duration=0.63, **scale)
+def voiced(assets, media, identity: float | None = 2.5, **more) -> Job:
+    """In two stages behind an image, guided if the identity is; the voice is read for longer than the clip."""
+    voice = read_voice(media / "sound.wav", reference_audio_max_duration=0.63, identity_guidance_scale=identity)
     inputs = dict(reference_sound=voice, images=images(assets, (0, 0.9)), stage_1_loras=lora(assets))
-    inputs |= dict(stage_2_loras=() if distilled or not two_stage else lora(assets))
-    inputs |= {} if distilled else guidance(audio=replace(AUDIO, rescale_scale=0.5))
-    return make_job(RAIN, Size(64, 128, 9, 30.0, two_stage), 52, **inputs | more)
+    if identity is not None:
+        inputs |= guidance(audio=replace(AUDIO, rescale_scale=0.5)) | dict(stage_2_loras=lora(assets))
+    return make_job(RAIN, TWO_STAGES, 52, **inputs | more)
 
 
 def sound_alone() -> Job:
     """Of a length that no video has."""
     audio = replace(AUDIO, modality_scale=1.0, rescale_scale=0.7)
     return make_job(RAIN, Size(0, 0, 30, 30.0), 61, **guidance(StreamGuidance(), audio), sound_only=True)
-
-
-# --- the table ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -221,6 +204,8 @@ class Golden:
 
 FIRST_RELEASE, NOISY = "ltx-core-1.0.0", "ltx-pipelines-1.2.0"
 READ, DEMO = dict(encoded=True, decoded=True), dict(model="demo", encoded=True, bfloat16=True)
+NAG, OLD = nag(5.0, nag_alpha=0.5, nag_tau=1.5), guidance() | dict(compat=NOISY)
+ALONE, BOTH = dict(two_stage=False, stage_2_loras=(), seed=9), dict(bound=GUIDED, bfloat16=True)
 CIRCLE = "a red circle glides slowly to the right on a navy ground"
 # By subject, and within it from plain to particular.
 JOBS = {
@@ -238,10 +223,7 @@ JOBS = {
     "wide": Golden(lambda a, m: make_job(RAIN, Size(64, 96, 17, 24.0), 4), model="wide"),
     # normalized attention guidance
     "nag": Golden(lambda a, m: image_job(a, (0, 0.8), **nag()), model="four"),
-    "nag_in_one_stage": Golden(
-        lambda a, m: image_job(a, (0, 0.7), (16, 0.6), two_stage=False, **nag(5.0, nag_alpha=0.5, nag_tau=1.5)),
-        model="four",
-    ),
+    "nag_in_one_stage": Golden(lambda a, m: image_job(a, (0, 0.7), (16, 0.6), two_stage=False, **NAG), model="four"),
     "nag_audio_to_video": Golden(lambda a, m: audio_to_video(m, two_stage=False, **nag())),
     "nag_retake": Golden(lambda a, m: retake(m, **nag())),
     "nag_ic_lora": Golden(lambda a, m: ic_lora(a, m, skip_stage_2=True, **nag())),
@@ -253,15 +235,13 @@ JOBS = {
     "upscaled": Golden(lambda a, m: guided(upscale="both"), model="four"),
     "upscaled_in_time": Golden(lambda a, m: guided(upscale="temporal"), model="four"),
     "hq": Golden(lambda a, m: hq(a), model="four"),
-    "dev_two_stages_of_1_2_0": Golden(
-        lambda a, m: guided(TWO_STAGES, **guidance(), stage_2_loras=lora(a, 0.8), compat=NOISY), encoded=True
-    ),
+    "dev_two_stages_of_1_2_0": Golden(lambda a, m: guided(TWO_STAGES, **OLD, stage_2_loras=lora(a, 0.8)), encoded=True),
     # audio to video
     "audio_to_video": Golden(lambda a, m: audio_to_video(m, two_stage=False, start=0.4, longest=None)),
     "audio_to_video_images": Golden(lambda a, m: audio_to_video(m, 6, images=images(a, *PARTLY))),
     "audio_to_video_guided": Golden(guided_audio_to_video, GUIDED),
     "audio_to_video_guided_in_one_stage": Golden(
-        lambda a, m: guided_audio_to_video(a, m, two_stage=False, stage_2_loras=(), seed=9), GUIDED, bfloat16=True
+        lambda a, m: guided_audio_to_video(a, m, **ALONE), GUIDED, bfloat16=True
     ),
     # retake
     "retake": Golden(lambda a, m: retake(m), bfloat16=True),
@@ -278,13 +258,13 @@ JOBS = {
     "ic_lora": Golden(ic_lora),
     "ic_lora_scaled": Golden(lambda a, m: ic_lora(a, m, scales=(2, 2), images=(), skip_stage_2=True)),
     "ic_lora_guided": Golden(lambda a, m: ic_lora(a, m, two_stage=False, **guidance()), GUIDED, bfloat16=True),
-    "ic_lora_still": Golden(lambda a, m: ic_lora(a, m, two_stage=False, references=(still(m),), attention_mask=None)),
-    "ic_lora_tiled": Golden(tiled, 1e-6),
+    "ic_lora_still": Golden(still),
+    "ic_lora_tiled": Golden(lambda a, m: ic_lora(a, m, 256, 9, skip_stage_2=True, **TILES), 1e-6),
     "keyframe_interpolation": Golden(lambda a, m: interpolated(a), GUIDED),
     # dubbing, voice, sound
     "dubbing": Golden(dubbed, bfloat16=True),
     "voice": Golden(voiced, GUIDED, bfloat16=True),
-    "voice_distilled": Golden(lambda a, m: voiced(a, m, distilled=True)),
+    "voice_distilled": Golden(lambda a, m: voiced(a, m, None)),
     "voice_without_identity": Golden(lambda a, m: voiced(a, m, 0.0), GUIDED),
     "voice_hq": Golden(lambda a, m: voiced(a, m, sampler="res_2s"), GUIDED),
     "sound_alone": Golden(lambda a, m: sound_alone(), GUIDED, bfloat16=True),

@@ -31,17 +31,20 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ltx_neuron.config.common import TEXT_TOKENS
-from ltx_neuron.config.transformer import TransformerConfig, transformer_config
+from ltx_neuron.config.transformer import Bucket, TransformerConfig, transformer_config
 from ltx_neuron.files import MANIFEST, write_json
 from ltx_neuron.host.models import import_ltx_core
 from ltx_neuron.host.video import write_video
 from ltx_neuron.models.modulation import modulation_table
-from ltx_neuron.models.programs import Program
+from ltx_neuron.models.parallel import SingleRank
+from ltx_neuron.models.programs import Program, dit_program
 from ltx_neuron.models.rope import rope_tables
 from ltx_neuron.models.signatures import Field
 from ltx_neuron.sampling.latents import audio_positions
 from ltx_neuron.sampling.schedules import sigma_pairs
 from ltx_neuron.weights.rankfiles import file_names
+from ltx_neuron.weights.sharding import DIFFUSION
+from ltx_neuron.weights.tensorfile import TensorFile
 
 import_ltx_core()  # before any test imports the parts of ltx-core that want torchaudio
 
@@ -141,16 +144,9 @@ class Held(NamedTuple):
 
 
 def step_inputs(
-    config: TransformerConfig,
-    weights: dict,
-    sigmas: tuple[float, ...],
-    positions: Tensor,
-    audio_tokens: int,
-    held: Held,
-    max_steps: int | None = None,
-    cross_sigma: bool = False,
-) -> dict[str, Tensor]:
-    """Everything a DiT step takes but the step's number: random latents and contexts, tables for the rest."""
+    config, weights, sigmas, positions, audio_tokens, held: Held, max_steps=None, cross_sigma=False
+) -> dict:
+    """All fields of a DiT step but its number: random latents and contexts, tables for the rest."""
     pairs = sigma_pairs(sigmas, max_steps or len(sigmas) - 1)
     return {
         "step_numbers": torch.arange(len(pairs), dtype=torch.int32),
@@ -183,6 +179,45 @@ def run_program(program: Program, weights: dict, values: dict) -> dict[str, Tens
     for name, first_block in program.runs["main"]:
         values = values | call(program, name, first_block, weights, values)
     return values
+
+
+def clip_times(latents: int) -> list[tuple[int, int]]:
+    """Between which frames each latent of a clip lies."""
+    return [(0, 1), *((8 * k - 7, 8 * k + 1) for k in range(1, latents))]
+
+
+def token_positions(times: list[tuple[int, int]], fps: float, rows: int, columns: int) -> Tensor:
+    """Middles (1, 3, T) of the tokens of latents, or of frames, that lie between these frames."""
+    grid = [(16 + 32 * y, 16 + 32 * x) for y in range(rows) for x in range(columns)]
+    # In fp32, as upstream: the highest frequencies of RoPE show the last bit of a second.
+    seconds = (torch.tensor(times, dtype=torch.float32) / fps).sum(1) / 2
+    return torch.tensor([[second, *at] for second in seconds for at in grid]).T[None]
+
+
+def predicted_video(config, weights, mask, clean, positions, sigma, sound=None, **values: Tensor) -> Tensor:
+    """The clean video, held tokens restored, by a plain step to sigma 0, beside sound (1, Ta, C) that is clean."""
+    masks = torch.tensor([1.0, *sorted({*mask.flatten().tolist()} - {1.0})])
+    audio = torch.zeros(1, 0, config.audio_in_channels) if sound is None else sound
+    held = Held(mask, clean, masks, (mask == masks).float())
+    inputs = step_inputs(config, weights, (sigma, 0.0), positions, audio.shape[1], held)
+    if sound is not None:
+        now, never = torch.tensor([sigma]), torch.zeros(1)
+        inputs["video_modulation"] = modulation_table(weights, config, "video", now, masks, False, never)
+        inputs["audio_modulation"] = modulation_table(weights, config, "audio", never, torch.ones(1), False, now)
+    bucket = Bucket(positions.shape[2], audio.shape[1], len(masks), 1)
+    program = dit_program(config, bucket, 1, SingleRank(), torch.float32, 0)
+    return run_program(program, weights, inputs | step_number(0) | {"audio_latent": audio} | values)["video_latent"]
+
+
+def random_lora(path: Path, checkpoint: Path, *layers: str, **metadata: str) -> Path:
+    """An adapter of rank 4 of some layers of a checkpoint's DiT."""
+    shapes, factors = TensorFile(checkpoint, "").shapes, {}
+    for number, layer in enumerate(layers):
+        rows, columns = shapes[f"{DIFFUSION}{layer}.weight"]
+        parts = {"A": randn(4, columns, seed=number), "B": 0.1 * randn(rows, 4, seed=number + 2)}
+        factors |= {f"diffusion_model.{layer}.lora_{part}.weight": x.bfloat16() for part, x in parts.items()}
+    save_file(factors, path, metadata)
+    return path
 
 
 class Convolutions(TorchDispatchMode):
@@ -381,15 +416,9 @@ def write_film(path, frames, rate=24, sound=None, lossless=False):
     """A video, with 48000 samples of sound a second, if any. Returns the path."""
     import av
 
+    codec, pixels, options = ("libx264rgb", "rgb24", {"qp": "0"}) if lossless else ("libx264", "yuv420p", {"crf": "12"})
     with av.open(str(path), "w") as container:
-        if sound is not None:
-            track = container.add_stream("pcm_s16le", rate=48000, layout="stereo")
-            samples = (sound * 2**15).short().T.reshape(1, -1).contiguous().numpy()
-            samples = av.AudioFrame.from_ndarray(samples, format="s16", layout="stereo")
-            samples.sample_rate = 48000
-        codec, pixels, options = ("libx264", "yuv420p", {"crf": "12"})
-        if lossless:
-            codec, pixels, options = ("libx264rgb", "rgb24", {"qp": "0"})
+        track = container.add_stream("pcm_s16le", rate=48000, layout="stereo") if sound is not None else None
         stream = container.add_stream(codec, rate=rate, options=options)
         stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], pixels
         for number, picture in enumerate(frames.numpy()):
@@ -397,7 +426,10 @@ def write_film(path, frames, rate=24, sound=None, lossless=False):
             frame.pts = number
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
-        if sound is not None:
+        if track:
+            samples = (sound * 2**15).short().T.reshape(1, -1).contiguous().numpy()
+            samples = av.AudioFrame.from_ndarray(samples, format="s16", layout="stereo")
+            samples.sample_rate = 48000
             container.mux([*track.encode(samples), *track.encode()])
     return path
 
@@ -414,14 +446,14 @@ def read_video(path: str | Path) -> dict:
     import av
 
     with av.open(str(path)) as container:
-        video, audio = container.streams.video[0], next(iter(container.streams.audio), None)
-        pictures, sound = video.codec_context, audio and audio.codec_context
+        video, pictures = container.streams.video[0], container.streams.video[0].codec_context
         facts = {"video_codec": pictures.name, "pixel_format": pictures.pix_fmt, "frame_rate": video.average_rate}
         facts |= {"width": pictures.width, "height": pictures.height}
-        if sound:
+        facts["video_seconds"] = float(video.duration * video.time_base)
+        if container.streams.audio:
+            audio, sound = container.streams.audio[0], container.streams.audio[0].codec_context
             facts |= {"audio_codec": sound.name, "channels": sound.channels, "sample_rate": sound.sample_rate}
-        for name, stream in (("video", video), *([("audio", audio)] if audio else ())):
-            facts[f"{name}_seconds"] = float(stream.duration * stream.time_base)
+            facts["audio_seconds"] = float(audio.duration * audio.time_base)
         return facts | {"frame_count": sum(1 for _ in container.decode(video))}
 
 
@@ -429,22 +461,20 @@ def said_to_an_ordinary_user(function: Callable[[], object]) -> str:
     """The kind and text of what `function` raises in a fork without capabilities, which permissions bind also where the
     tests run as root. It must use no threads."""
     readable, writable = os.pipe()
-    if not os.fork():
-        said = "nothing was refused"
+
+    def call() -> None:
+        header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # version 3 of capabilities
+        ctypes.CDLL(None).capset(header, (ctypes.c_uint32 * 6)())
         try:
-            header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # version 3 of capabilities
-            ctypes.CDLL(None).capset(header, (ctypes.c_uint32 * 6)())
-            function()
-        except BaseException as error:  # noqa: BLE001 - a fork must not go on with the tests
+            said = f"nothing was refused: {function()}"
+        except BaseException as error:  # noqa: BLE001
             said = f"{type(error).__name__}: {error}"
-        finally:
-            os.write(writable, said.encode())
-            os._exit(0)
+        os.write(writable, said.encode())
+
+    exit_code(forked(call))
     os.close(writable)
     with open(readable) as pipe:
-        said = pipe.read()
-    os.wait()
-    return said
+        return pipe.read()
 
 
 @contextmanager

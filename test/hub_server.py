@@ -35,29 +35,24 @@ class Hub(ThreadingHTTPServer):
         return [path.split("/")[-1] for method, path in self.requests if method == "GET" and "/resolve/" in path]
 
 
-def use(hub: Hub, monkeypatch, folder: Path) -> None:
-    """Have huggingface_hub in this process read this hub, with an empty cache in a folder."""
-    from huggingface_hub import constants, file_download
-
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    template = "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(file_download, *template, raising=False)  # versions below 1 read it there
-    monkeypatch.setattr(constants, *template)
-    settings = {"ENDPOINT": hub.url, "HF_HUB_CACHE": str(folder / "cache"), "HF_TOKEN_PATH": str(folder / "token")}
-    for name, value in (settings | {"HF_HUB_OFFLINE": False}).items():
-        monkeypatch.setattr(constants, name, value)
-
-
 @contextmanager
 def released(tiny, monkeypatch, folder: Path) -> Iterator[Hub]:
-    """A hub with the released repositories of tiny files, read from an empty folder."""
+    """A hub with the released repositories of tiny files, which huggingface_hub in this process reads from an empty
+    folder with an empty cache."""
+    from huggingface_hub import constants, file_download
+
     kinds = {"distilled": tiny.checkpoint, "dev": tiny.checkpoint, "lora": tiny.lora}
     kinds |= {"spatial": tiny.spatial_upsampler, "temporal": tiny.temporal_upsampler}
     files = {RELEASE_FILES[LTX][kind]: path for kind, path in kinds.items()}
     hub = Hub({LTX: files, GEMMA: {path.name: path for path in tiny.gemma_root.iterdir()}})
     (folder / "home").mkdir()
     monkeypatch.chdir(folder / "home")
-    use(hub, monkeypatch, folder)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    template = "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(file_download, *template, raising=False)  # versions below 1 read it there
+    settings = {"ENDPOINT": hub.url, "HF_HUB_CACHE": str(folder / "cache"), "HF_TOKEN_PATH": str(folder / "token")}
+    for name, value in (template, *settings.items(), ("HF_HUB_OFFLINE", False)):
+        monkeypatch.setattr(constants, name, value)
     yield hub
     hub.shutdown()
     hub.server_close()
@@ -81,11 +76,9 @@ class Handler(BaseHTTPRequestHandler):
         hub: Hub = self.server
         path = unquote(urlsplit(self.path).path)
         hub.requests.append((self.command, path))
-        kind, _, rest = path[1:].partition("/")
-        if (kind, rest.split("/")[0]) == ("api", "models"):
-            listing = "/tree/" if "/tree/" in rest else "/revision/"
-            repo, _, revision = rest.removeprefix("models/").partition(listing)
-            name = None
+        if listing := path.startswith("/api/models/"):
+            kind = "/tree/" if "/tree/" in path else "/revision/"
+            repo, _, revision = path.removeprefix("/api/models/").partition(kind)
         else:
             repo, _, rest = path[1:].partition("/resolve/")
             revision, _, name = rest.partition("/")
@@ -96,17 +89,16 @@ class Handler(BaseHTTPRequestHandler):
             self.refuse(404 if allowed else 401, "RepoNotFound")
         elif commit is None:
             self.refuse(404, "RevisionNotFound")
-        elif name is None:
-            tree = listing == "/tree/"
-            entries = [self.entry(name, path, tree) for name, path in files.items()]
-            info = entries if tree else {"id": repo, "sha": commit, "siblings": entries}
+        elif listing:
+            entries = [self.entry(name, path, kind == "/tree/") for name, path in files.items()]
+            info = entries if kind == "/tree/" else {"id": repo, "sha": commit, "siblings": entries}
             self.answer(json.dumps(info).encode(), commit)
         elif repo in hub.gated and not allowed:
             self.refuse(403 if self.headers["Authorization"] else 401, "GatedRepo")
         elif name not in files:
             self.refuse(404, "EntryNotFound")
         else:
-            self.send_file(files[name], commit)
+            self.answer(files[name].read_bytes(), commit, headers={"ETag": f'"{digest(files[name])}"'})
 
     def entry(self, name: str, path: Path, tree: bool) -> dict:
         """A file in a listing, of a tree or of a revision."""
@@ -114,9 +106,6 @@ class Handler(BaseHTTPRequestHandler):
         lfs = {"size": size, "sha256": sha, "oid": sha, "pointerSize": 134}
         named = {"path": name, "oid": sha, "type": "file"} if tree else {"rfilename": name, "blobId": sha}
         return named | {"size": size} | ({"lfs": lfs} if name.endswith(".safetensors") else {})
-
-    def send_file(self, path: Path, commit: str) -> None:
-        self.answer(path.read_bytes(), commit, headers={"ETag": f'"{digest(path)}"'})
 
     def refuse(self, status: int, code: str) -> None:
         self.answer(b"", "", status, {"X-Error-Code": code})

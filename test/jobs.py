@@ -38,14 +38,13 @@ def _files(loras) -> tuple[LoraFile, ...]:
 def _job(fields: dict[str, Any], inputs: dict[str, Any]) -> Job:
     media, values, size = {}, dict(fields), inputs["size"] or Size()
     if retake := inputs["retake"]:
-        values["video_path"] = str(retake.path)
-        names = ("extend",) if retake.extend else ("start_time", "end_time", "regenerate")
-        values |= {name: getattr(retake, name) for name in names}
-        values["two_stage"] = size.two_stage
+        values |= {"video_path": str(retake.path), "two_stage": size.two_stage}
         media["video"] = size
         if retake.extend:
-            values["num_frames"] = size.num_frames
+            values |= {"extend": retake.extend, "num_frames": size.num_frames}
             media["video"] = dataclasses.replace(size, num_frames=retake.source_frames)
+        else:
+            values |= {name: getattr(retake, name) for name in ("start_time", "end_time", "regenerate")}
     else:
         values |= {name: x for name, x in vars(size).items() if x != getattr(Size(), name)}
         if values.get("tail_frames"):
@@ -72,8 +71,7 @@ def _job(fields: dict[str, Any], inputs: dict[str, Any]) -> Job:
     if voice := inputs["reference_sound"]:
         media["latents"] = voice.latents
         if not clip:
-            values |= {"reference_audio": str(voice.path)}
-            values["reference_audio_max_duration"] = voice.max_duration
+            values |= {"reference_audio": str(voice.path), "reference_audio_max_duration": voice.max_duration}
             values["identity_guidance_scale"] = voice.identity_scale
     if guidance := inputs["guidance"]:
         absent = bool(values.get("sound_only")), bool(sound)

@@ -1,15 +1,16 @@
-"""Stage 1 of LTX-2.5's distilled recipe with all its inputs: an image at frame 0 and a keyframe,
-both held in part, and generated keyframes. The weights are random."""
+"""Stage 1 of LTX-2.5's distilled recipe with all its inputs: an image at frame 0 and a keyframe, both held in part, and
+generated keyframes. The weights are random."""
 
 from functools import cache, partial
 
 import torch
-from helpers import made_config, randn
+from helpers import generator, made_config, randn
 from jobs import make_job
 from tiny.weights import random_weights
 from torch import Tensor
 
 from ltx_neuron.backends.ranks import HostRanks
+from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.denoise import CompiledStep, StageRun
 from ltx_neuron.job import Job, Size
 from ltx_neuron.models.modulation import host_weights, modulation_table
@@ -21,10 +22,10 @@ from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.latent_state import initial_states
 from ltx_neuron.text.encoders import Contexts
 
-CONTENT, CONFIG = made_config(ff_bias=False, use_keyframes_abs_pos_embedding=True)
-SEED, KEYFRAMES, SIZE = 7, 2, Size(64, 96, 17, 25.0)
+_, CONFIG = made_config(ff_bias=False, use_keyframes_abs_pos_embedding=True)
+SEED = 7
 IMAGES = ImageCondition("", 0, 0.7, 18), ImageCondition("", 16, 0.4, 18)
-JOB = make_job("", SIZE, SEED, images=IMAGES, num_generated_keyframes=KEYFRAMES, ancestral=True)
+JOB = make_job("", Size(64, 96, 17, 25.0), SEED, images=IMAGES, num_generated_keyframes=2, ancestral=True)
 (STAGE,) = JOB.stages
 
 
@@ -46,23 +47,28 @@ def weights() -> dict[str, Tensor]:
     program = dit_program(CONFIG, JOB.bucket(STAGE), 1, SingleRank(), torch.float32, 1)
     shapes = program.weights() | host_weights(CONFIG)
     like = {name: torch.empty(shapes[name]) for name in sorted(shapes)}
-    return random_weights(like, torch.Generator().manual_seed(0))
+    return random_weights(like, generator())
+
+
+def opened_run(bucket: Bucket, blocks_per_graph: int = 0, config=CONFIG) -> StageRun:
+    program = dit_program(config, bucket, 1, SingleRank(), torch.float32, blocks_per_graph)
+    ranks = HostRanks(bucket.name, program, weights().__getitem__)
+    modulation = partial(modulation_table, weights(), config)
+    return StageRun(ranks, CompiledStep(bucket, program), config, torch.float32, modulation, COMPAT[None])
+
+
+def texts() -> list[Contexts]:
+    """Those of one prompt."""
+    return [Contexts(*contexts(), torch.ones(1, 1024), None)]
 
 
 @torch.no_grad()
 def stage_run(blocks_per_graph: int = 1, config=CONFIG, job: Job = JOB) -> StageRun:
     """The stage of a job, prepared and started."""
     (stage,) = job.stages
-    bucket = job.bucket(stage)
-    program = dit_program(config, bucket, 1, SingleRank(), torch.float32, blocks_per_graph)
-    modulation = partial(modulation_table, weights(), config)
-    ranks = HostRanks(bucket.name, program, weights().__getitem__)
-    compiled = CompiledStep(bucket, program)
-    run = StageRun(ranks, compiled, config, torch.float32, modulation, COMPAT[None])
-    size = stage.height, stage.width, job.size.num_frames, job.size.frame_rate
-    start, mask = latents.zeros(*size, torch.float32), torch.ones(1, 1024)
-    generator, given = torch.Generator().manual_seed(SEED), [Contexts(*contexts(), mask, None)]
+    run = opened_run(job.bucket(stage), blocks_per_graph, config)
+    start = latents.zeros(stage.height, stage.width, job.size.num_frames, job.size.frame_rate, torch.float32)
     states = initial_states(job, False, {}, start, images(job), COMPAT[None], torch.float32)
-    run.prepare(job, stage, given, states, generator)
+    run.prepare(job, stage, texts(), states, generator(SEED))
     run.start()
     return run

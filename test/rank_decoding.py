@@ -49,8 +49,7 @@ def prepared(tiny, artifacts, *settings: str) -> Workspace:
     workspace = opened(tiny, artifacts, 2, "float32", *settings)
     needs = [workspace.weight_sets("dit"), workspace.weight_sets("vae")]
     needs += [workspace.dit_graphs(JOBS[0].buckets), workspace.decoder_graphs(CLIP)]
-    if workspace.profile.sound_on_ranks:
-        needs.append(workspace.sound_graphs(SIZE.audio_frames, SIZE))
+    needs += [workspace.sound_graphs(SIZE.audio_frames, SIZE)] if workspace.profile.sound_on_ranks else []
     for need in needs:
         build.make(workspace, need)
     return workspace
@@ -64,9 +63,8 @@ def decoding(workspace: Workspace, *clips: tuple[int, int, int]) -> Iterator[Sim
     for clip in clips:
         build.make(workspace, workspace.decoder_graphs(clip))
         programs |= workspace.programs(workspace.decoder_graphs(clip))
-    residency = Residency(workspace, Recorder())
-    config, profile = workspace.checkpoint.config, workspace.profile
-    host = HostModels(workspace.checkpoint_path, config, workspace.dtype, profile=profile)
+    residency, checkpoint = Residency(workspace, Recorder()), workspace.checkpoint
+    host = HostModels(workspace.checkpoint_path, checkpoint.config, workspace.dtype, profile=workspace.profile)
     try:
         yield SimpleNamespace(host=host, tiles=residency.video_decoder({"vae": programs}))
     finally:

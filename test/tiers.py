@@ -1,8 +1,6 @@
-"""What a test session says at its end: what this machine did not test, and what it cost.
-
-A plugin of conftest's. CPU seconds are those of all processes: pytest's first one is their reaper
-(PR_SET_CHILD_SUBREAPER), so that ranks whose script has died, and fork servers, count too.
-"""
+"""What a test session says at its end: what this machine did not test, and what it cost. A plugin of conftest's. CPU
+seconds are those of all processes: pytest's first one is their reaper (PR_SET_CHILD_SUBREAPER), so that ranks whose
+script has died, and fork servers, count too."""
 
 import ctypes
 import math
@@ -14,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -51,8 +50,8 @@ def pytest_configure(config) -> None:
     if has_workers(config):
         ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         config.stash[WORKS] = []
-        threading.Thread(target=_reap, daemon=True).start()
-        threading.Thread(target=_measure, args=(config.stash[WORKS],), daemon=True).start()
+        for watch in (_reap, partial(_measure, config.stash[WORKS])):
+            threading.Thread(target=watch, daemon=True).start()
 
 
 def _measure(works: list[float]) -> None:
@@ -62,8 +61,7 @@ def _measure(works: list[float]) -> None:
 
 
 def work() -> float:
-    """CPU seconds of a fixed piece of work like that of the tests: objects made, and read in an order that caches do
-    not foresee."""
+    """CPU seconds of work like that of the tests: objects are made, and read in an order that caches do not foresee."""
     start = time.thread_time()
     texts = {number: str(number) for number in range(50_000)}
     sum(len(texts[number * 7919 % len(texts)]) for number in texts)
@@ -106,8 +104,7 @@ def budget(config) -> float:
 
 
 def slowdown(config) -> float:
-    """How many times longer work() took than where the budgets were measured; at least 1: not all of a test's work is
-    faster on a faster machine."""
+    """How many times longer work() took than where the budgets were measured; at least 1, as not all is faster."""
     return max(1.0, statistics.fmean(config.stash[WORKS]) / WORK_SECONDS)
 
 
@@ -130,8 +127,7 @@ def pytest_terminal_summary(terminalreporter):
         lines += [f"test/{tier}: {COMMANDS[tier]}" for tier in others] + other_cpus()
     if lines:
         terminalreporter.section("NOT tested on this machine")
-    for line in lines:
-        terminalreporter.line(line)
+        terminalreporter.line("\n".join(lines))
     if SPENT in config.stash:
         spent, most = config.stash[SPENT], budget(config)
         too_many = f" are more than {most:.0f} (CPU_SECONDS in test/tiers.py)" if spent > most else ""
@@ -141,8 +137,8 @@ def pytest_terminal_summary(terminalreporter):
 
 def skipped(reports: list) -> list[str]:
     """Reasons say how to test what was not."""
-    reasons = [report.longrepr[2].removeprefix("Skipped: ") for report in reports]
-    return [f"{count:4} skipped: {reason}" for reason, count in Counter(reasons).most_common()]
+    counts = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in reports)
+    return [f"{count:4} skipped: {reason}" for reason, count in counts.most_common()]
 
 
 def other_cpus() -> list[str]:

@@ -1,6 +1,7 @@
 """The smallest program that ranks of a backend may run, in its files, for tests of their processes."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -39,24 +40,21 @@ class Toy(nn.Module):
 
 def make_toy(folder: Path, width: int = WIDTH, names: tuple[str, str] = ("down", "toy")) -> SimpleNamespace:
     """The program compiled, its weights for all ranks, and whole inputs. names: of its layer and of itself."""
-    comm = TorchDistComm(TP)
-    split = Field((1, 4, width // TP), torch.float32, split=2)
-    whole = Field((1, 4, width), torch.float32)
+    split, whole = Field((1, 4, width // TP), torch.float32, split=2), Field((1, 4, width), torch.float32)
     inputs = {"step": Field((1,), torch.int32), "x": whole, "table": split}
-    returned = {"y": whole, "doubled": split, "finite": whole}
     with torch.device("meta"):
-        module = Toy(width, comm, names[0])
+        module = Toy(width, TorchDistComm(TP), names[0])
     with fake_process_group(TP):
+        returned = {"y": whole, "doubled": split, "finite": whole}
         program = Program({"toy": module}, {"main": (("toy", 0),)}, inputs, returned)
         compile_program(program, folder / "graphs", {}, torch.float32)
-    weights = {seed: write_weights(folder / f"weights{seed}", width, seed, names[0]) for seed in (1, 2)}
-    return SimpleNamespace(
-        programs={names[1]: Manifest(folder / "graphs")},
-        folders={seed: folder / f"weights{seed}" for seed in weights},
-        weights=weights,
-        x=randn(1, 4, width, seed=3),
-        table=randn(1, 4, width, seed=4),
-    )
+    weights = {seed: randn(width, width, seed=seed) for seed in (1, 2)}
+    folders = {seed: folder / f"weights{seed}" for seed in weights}
+    for seed, weight in weights.items():
+        save_weights(folders[seed], *({f"{names[0]}.weight": part} for part in weight.chunk(TP, dim=1)))
+    x, table = (randn(1, 4, width, seed=seed) for seed in (3, 4))
+    programs = {names[1]: Manifest(folder / "graphs")}
+    return SimpleNamespace(programs=programs, folders=folders, weights=weights, x=x, table=table)
 
 
 def upload(ranks: TorchDistRanks, toy, name: str = "toy") -> None:
@@ -65,26 +63,17 @@ def upload(ranks: TorchDistRanks, toy, name: str = "toy") -> None:
     ranks.put_numbers(name, "step", STEPS)
 
 
-def write_weights(folder: Path, width: int, seed: int, layer: str) -> Tensor:
-    weight = randn(width, width, seed=seed)
-    save_weights(folder, *({f"{layer}.weight": part} for part in weight.chunk(TP, dim=1)))
-    return weight
-
-
 def wanted(toy, step: int, seed: int = 1) -> Tensor:
     return toy.table @ toy.weights[seed].T + step * toy.x
 
 
 def alive(pids: list[int]) -> list[int]:
     """Processes that are neither gone nor merely waiting to be collected."""
-
-    def running(pid: int) -> bool:
-        try:
-            return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-        except psutil.NoSuchProcess:
-            return False
-
-    return [pid for pid in pids if running(pid)]
+    running = []
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            running += [pid] * (psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD))
+    return running
 
 
 def assert_all_end(pids: list[int]) -> None:

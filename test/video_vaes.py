@@ -9,30 +9,15 @@ from torch import Tensor, nn
 BOTH = pytest.mark.parametrize("side", ["decoder", "encoder"])
 # Not the released orders, nor their numbers of blocks and factors; two groups of blocks without an upsampling between
 # them; groups of 1, 2, 4 and 8 positions that are averaged.
+_DECODER = [["res_x", 2], ["compress_space", {"multiplier": 1}], ["compress_all", {"multiplier": 4}]]
+_DECODER += [["res_x", {"num_layers": 1}], ["res_x", {"num_layers": 3}], ["compress_time", {}]]
+_ENCODER = [["compress_space_res", {"multiplier": 4}], ["res_x", {"num_layers": 2}]]
+_ENCODER += [["compress_all_res", {"multiplier": 1}], ["compress_all_res", {"multiplier": 2}]]
 OTHER_ORDER = {
-    "decoder": {
-        "decoder_blocks": [
-            ["res_x", 2],
-            ["compress_space", {"multiplier": 1}],
-            ["compress_all", {"multiplier": 4}],
-            ["res_x", {"num_layers": 1}],
-            ["res_x", {"num_layers": 3}],
-            ["compress_time", {}],
-            ["compress_all", {"multiplier": 2}],
-        ],
-        "patch_size": 4,
-        "decoder_base_channels": 4,
-    },
-    "encoder": {
-        "encoder_blocks": [
-            ["compress_space_res", {"multiplier": 4}],
-            ["res_x", {"num_layers": 2}],
-            ["compress_all_res", {"multiplier": 1}],
-            ["compress_all_res", {"multiplier": 2}],
-            ["compress_time_res", {"multiplier": 1}],
-        ]
-    },
+    "decoder": {"decoder_blocks": [*_DECODER, ["compress_all", {"multiplier": 2}]]},
+    "encoder": {"encoder_blocks": [*_ENCODER, ["compress_time_res", {"multiplier": 1}]]},
 }
+OTHER_ORDER["decoder"] |= {"patch_size": 4, "decoder_base_channels": 4}
 
 
 def config_of(side: str, **changes) -> dict:

@@ -7,16 +7,17 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from batches import SIZE, TP, children, lines, opened, prepared, undisturbed, videos
 from helpers import exit_code, forked, generator, read_video
 from jobs import make_job, replace
 from PIL import Image
+from runs import ONE_STAGE, TP, batch_lines, children, opened, undisturbed_batch, videos
 
 import ltx_neuron
 from ltx_neuron.backends import manifest
@@ -32,21 +33,18 @@ from ltx_neuron.plan import CoreMemory, compiled_activations
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.guidance import DEFAULTS
 
-CALL = {"prompt": "birds sing", **SIZE}
+CALL = {"prompt": "birds sing", **ONE_STAGE}
 LATENT = CALL | {"output_type": "latent"}
-# Milliseconds on an idle machine (benchmarks/second_call.md). Exporting head, block and tail, as
-# every call once did, takes more even at this size.
+# Milliseconds on an idle machine (benchmarks/second_call.md). Exporting head, block and tail, as every call once did,
+# takes more even at this size.
 SECONDS_TO_FIRST_STEP = 0.5
 
 
 @pytest.fixture(scope="module")
 def setup(scripts, tiny):
-    return prepared(scripts, tiny)
-
-
-@pytest.fixture(scope="module")
-def batch(setup, tiny, shared):
-    return undisturbed(setup, tiny, shared)
+    setup = scripts(tiny, TP)
+    setup.prepare(**ONE_STAGE)
+    return setup
 
 
 @pytest.fixture(scope="module")
@@ -65,17 +63,20 @@ def latents(api):
     return {seed: api(**LATENT, seed=seed).frames for seed in (5, 6, 7)}
 
 
-# --- batches -------------------------------------------------------------------------------------
-
-
-def test_a_batch_writes_every_video_in_order_and_loads_each_model_once(batch, tiny):
-    entries, mp4s = json.loads((batch / "out" / RESULTS).read_text())["lines"], videos(batch)
-    for number, (entry, line, name) in enumerate(zip(entries, lines(tiny), mp4s, strict=True), 1):
+def test_a_batch_writes_the_bits_of_single_calls_in_order_and_loads_each_model_once(setup, shared, api, tiny, tmp_path):
+    batch, images = undisturbed_batch(setup, tiny, shared), {3: [ImageCondition(tiny.image, 0, 0.8)], 5: tiny.image}
+    entries = json.loads((batch / "out" / RESULTS).read_text())["lines"]
+    rows = zip(entries, batch_lines(tiny), videos(batch).items(), strict=True)
+    for number, (entry, line, (name, wanted)) in enumerate(rows, 1):
         assert (entry["line"], entry["prompt"], entry["status"]) == (number, line["prompt"], "done")
         assert entry["output"] == name == f"{number:04d}.mp4"
         assert (batch / "out" / name).with_suffix(".json").is_file()
         facts = read_video(batch / "out" / name)
         assert (facts["width"], facts["height"], facts["frame_count"]) == (64, 64, 9)
+        inputs = dict(image=images.get(number), seed=line.get("seed", 10), output_type="mp4")
+        result = api(line["prompt"], **ONE_STAGE, **inputs, output_path=tmp_path / name)
+        assert result.path == tmp_path / name and result.frames is None
+        assert result.path.read_bytes() == wanted, number
     perf = json.loads((batch / "perf.json").read_text())
     names = [phase["name"] for phase in perf["phases"]]
     loads = ("load_gemma3", "encode_text", "unload_gemma3", "load_transformer", "unload_transformer")
@@ -84,33 +85,16 @@ def test_a_batch_writes_every_video_in_order_and_loads_each_model_once(batch, ti
     assert len(perf["denoise_steps_ms"]["stage_1"]) == 5 * 8
 
 
-def test_a_batch_makes_the_bits_of_single_calls(batch, api, tiny, tmp_path):
-    images = {3: [ImageCondition(tiny.image, 0, 0.8)], 5: tiny.image}
-    for number, line in enumerate(lines(tiny), 1):
-        path = tmp_path / f"{number:04d}.mp4"
-        inputs = dict(image=images.get(number), seed=line.get("seed", 10), output_type="mp4", output_path=path)
-        result = api(line["prompt"], **SIZE, **inputs)
-        assert result.path == path and result.frames is None
-        assert path.read_bytes() == videos(batch)[path.name], number
-
-
-# --- what a call gives ----------------------------------------------------------------------------
-
-
-def test_a_pipeline_has_diffusers_names_and_takes_torchs_dtypes(setup, tiny):
+def test_a_pipeline_has_diffusers_names_and_takes_torchs_dtypes(api):
     assert ltx_neuron.LTX2Pipeline is ltx_neuron.LTX2ImageToVideoPipeline is ltx_neuron.LTXPipeline is LTXPipeline
-    how = dict(gemma_root=tiny.gemma_root, artifacts_dir=setup.artifacts, profile="cpu", tp_degree=TP)
-    pipe = LTXPipeline.from_pretrained(tiny.checkpoint, **how, torch_dtype=torch.float32)
-    assert pipe.engine.workspace.dtype == torch.float32
-    assert pipe.engine.progress is True, "bars are shown in a notebook, too"
+    assert api.engine.workspace.dtype == torch.float32
 
 
 def test_frames_are_batch_first_in_the_form_of_output_type(api):
     default, array, tensor = (api(**CALL, seed=5, **how) for how in ({}, {"output_type": "np"}, {"output_type": "pt"}))
-    assert default.output_type == "pil"
+    assert default.output_type == "pil" and all(isinstance(frame, Image.Image) for frame in default.frames[0])
     with pytest.raises(AttributeError, match=r"no shape: .* np.stack\(result.frames\[0\]\)"):  # of the earlier array
         _ = default.frames.shape
-    assert all(isinstance(frame, Image.Image) for frame in default.frames[0])
     clip = np.stack(default.frames[0])
     assert clip.shape == (9, 64, 64, 3) and clip.dtype == np.uint8 and clip.std() > 0
     with pytest.warns(FutureWarning, match="batch first"):
@@ -162,31 +146,15 @@ def test_save_writes_the_file_of_output_path_and_numbers_several(api, tmp_path):
         api(**LATENT).save(tmp_path / "out.mp4")
 
 
-def test_the_callback_hears_of_every_step_of_its_call_alone_and_learns_that_latents_are_elsewhere(api):
-    heard = []
-    api(**LATENT, callback_on_step_end=lambda *step: heard.append(step))
-    api(**LATENT)
-    sigmas = [1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875]
-    assert [(pipe is api, step, timestep, info) for pipe, step, timestep, info in heard] == [
-        (True, step, 1000 * sigma, {"stage": "stage_1", "sigma": sigma}) for step, sigma in enumerate(sigmas)
-    ]
-    with pytest.raises(UserError, match="'latents'.: known: stage, sigma. Latents stay"):
-        api(**CALL, callback_on_step_end=lambda pipe, step, t, values: values["latents"])
-
-
 def test_devices_offloading_and_tiling_have_no_effect_and_one_note_each(api, capsys):
     print_once.cache_clear()
     for _ in range(2):
         assert api.to("cuda").enable_model_cpu_offload() is api
-        api.enable_sequential_cpu_offload()
         api.enable_vae_tiling()
         api.vae.enable_tiling()
         api.vae.to(torch.float32)
-    words = "to enable_model_cpu_offload enable_sequential_cpu_offload enable_vae_tiling enable_tiling"
-    assert [line.split()[1] for line in capsys.readouterr().err.splitlines()] == words.split()
-
-
-# --- what a call does not do again ----------------------------------------------------------------
+    words = ["to", "enable_model_cpu_offload", "enable_vae_tiling", "enable_tiling"]
+    assert [line.split()[1] for line in capsys.readouterr().err.splitlines()] == words
 
 
 @pytest.fixture(scope="module")
@@ -225,17 +193,14 @@ def test_a_second_call_exports_hashes_and_loads_nothing(checked, calls):
 
 
 def test_a_device_too_small_is_refused_from_the_manifests_alone(checked, calls, monkeypatch):
-    """What is compared is what was counted when compiling; the plan, which exports graphs, is
-    asked only then, for a size that fits."""
-    workspace, job = checked.engine.workspace, make_job("rain", Size(**SIZE))
-    manifests = [step.manifest for step in checked.engine.preflight.check([job]).values()]
-    stages = [[each] for each in manifests]
+    """What is compared was counted when compiling; the plan, which exports graphs, is asked only then, for a size that
+    fits."""
+    workspace, job = checked.engine.workspace, make_job("rain", Size(**ONE_STAGE))
+    stages = [[step.manifest] for step in checked.engine.preflight.check([job]).values()]
     memory = compiled_memory(workspace, stages, [], job, checked.engine.options)
-    needed = CoreMemory(
-        4 * sum(map(math.prod, manifests[0].weights().values())),
-        (workspace.weights("gemma3") / "rank0.safetensors").stat().st_size,
-        compiled_activations(stages),
-    ).in_turn
+    weights = 4 * sum(map(math.prod, stages[0][0].weights().values()))
+    encoder = (workspace.weights("gemma3") / "rank0.safetensors").stat().st_size
+    needed = CoreMemory(weights, encoder, compiled_activations(stages)).in_turn
     for limit, exports in ((needed, False), (needed - 1, True)):
         chip = replace(TRAINIUM2, memory_bytes=4 * limit)
         monkeypatch.setattr(workspace, "profile", replace(workspace.profile, chip=chip))
@@ -244,21 +209,17 @@ def test_a_device_too_small_is_refused_from_the_manifests_alone(checked, calls, 
         assert calls.export.called == exports
 
 
-# --- mistakes -------------------------------------------------------------------------------------
-
-
 class OfAGpu(torch.Generator):
     """Stands for a GPU's: without one, none can be made."""
 
     device = torch.device("cuda")
 
 
+TWO_VIDEOS = dict(num_videos_per_prompt=2, output_type="mp4", output_path="a.mp4")
 MISTAKES = {
     "output_type: unknown 'gif'; known: pil, np, pt, latent, mp4": dict(output_type="gif"),
     "output_path": dict(output_type="mp4"),
-    r"one path for 2 videos.* type result.save\('a.mp4'\)": dict(
-        num_videos_per_prompt=2, output_type="mp4", output_path="a.mp4"
-    ),
+    r"one path for 2 videos.* type result.save\('a.mp4'\)": TWO_VIDEOS,
     "the distilled recipe takes no video_cfg_guidance_scale": dict(guidance=DEFAULTS),
     "absent.png: no such file": dict(image="absent.png"),
     "image: got 5, wanted an instance of ImageCondition": dict(image=5),
@@ -273,34 +234,24 @@ MISTAKES_OF_OPENING = {
     "compat: unknown '1.0'; known: None, ltx-core-1.0.0": dict(compat="1.0"),
     "tp_degree: got '2', wanted int": dict(tp_degree="2"),
 }
-# Words of diffusers, and a misspelled one.
+# A word of diffusers, and a misspelled one.
 UNKNOWN = {
     "guidance_scale .* video_cfg_guidance_scale=3.0, with recipe='dev'": dict(guidance_scale=3.0),
-    "callback_on_step_end_tensor_inputs .* latents stay on the ranks": dict(callback_on_step_end_tensor_inputs=[]),
-    "fps .* frame_rate=24.0": dict(fps=24),
     r"num_frame'; did you mean num_frames\?": dict(num_frame=9),
-}
-UNKNOWN_OF_OPENING = {
-    "pretrained_model_name_or_path .* here: checkpoint_path=": dict(pretrained_model_name_or_path="a"),
-    "device_map .* profile='trn2.3xlarge'": dict(device_map="auto"),
-    "revision .* checkpoint_path='OWNER/REPO@REVISION'": dict(revision="main"),
-    r"gema_root'; did you mean gemma_root\?": dict(gema_root="gemma"),
 }
 UNKNOWN_ATTRIBUTES = {
     r"loras=\[\('FILE', 1.0\)\], in from_pretrained or in a call; prepare --lora": "load_lora_weights",
-    "scheduler .* sampler= of a call": "scheduler",
-    "vocoder .* result.sample_rate": "vocoder",
     r"engin'; did you mean engine\?": "engin",
 }
 
 
 def test_mistakes_are_plain_words_and_leave_the_models_loaded(api, tiny):
-    before, files = children(), dict(checkpoint_path=tiny.checkpoint, gemma_root=tiny.gemma_root)
+    before, opens = children(), partial(LTXPipeline.from_pretrained, tiny.checkpoint, gemma_root=tiny.gemma_root)
     for error, rows, use in (
         (UserError, MISTAKES, lambda wrong: api(**CALL | wrong)),
         (TypeError, UNKNOWN, lambda wrong: api(**CALL | wrong)),
-        (UserError, MISTAKES_OF_OPENING, lambda wrong: LTXPipeline.from_pretrained(**files, **wrong)),
-        (TypeError, UNKNOWN_OF_OPENING, lambda wrong: LTXPipeline.from_pretrained(**files, **wrong)),
+        (UserError, MISTAKES_OF_OPENING, lambda wrong: opens(**wrong)),
+        (TypeError, {"device_map .* profile='trn2.3xlarge'": dict(device_map="auto")}, lambda wrong: opens(**wrong)),
         (AttributeError, UNKNOWN_ATTRIBUTES, lambda name: getattr(api, name)),
     ):
         for message, wrong in rows.items():
@@ -309,19 +260,18 @@ def test_mistakes_are_plain_words_and_leave_the_models_loaded(api, tiny):
     assert children() == before
 
 
-# --- threads, callbacks and processes -------------------------------------------------------------
-
-
-def test_threads_get_their_own_answers(api, latents):
-    heard = {seed: [] for seed in latents}
+def test_threads_get_their_own_answers_and_a_callback_hears_of_every_step_of_its_call_alone(api, latents):
+    heard, sigmas = {seed: [] for seed in latents}, [1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875]
 
     def call(seed: int) -> torch.Tensor:
-        note = lambda pipe, step, *_: heard[seed].append(step)  # noqa: E731
-        return api(**LATENT, seed=seed, callback_on_step_end=note).frames
+        return api(**LATENT, seed=seed, callback_on_step_end=lambda *step: heard[seed].append(step)).frames
 
     with ThreadPoolExecutor(len(latents)) as pool:
         assert all(map(torch.equal, pool.map(call, latents), latents.values()))
-    assert heard == {seed: [*range(8)] for seed in latents}
+    steps = [(api, step, 1000 * s, {"stage": "stage_1", "sigma": s}) for step, s in enumerate(sigmas)]
+    assert heard == dict.fromkeys(latents, steps)
+    with pytest.raises(UserError, match="'latents'.: known: stage, sigma. Latents stay"):
+        api(**CALL, callback_on_step_end=lambda pipe, step, t, values: values["latents"])
 
 
 def test_a_pipeline_refuses_its_own_callback_and_the_call_goes_on(api, latents):

@@ -4,8 +4,8 @@ bit, and how they go on when they were killed. The memory of a chunked clip: tes
 import golden_runs
 import pytest
 import torch
-from chunked_clips import by_ltx_core, clip
 from engines import drawn_contexts
+from golden_runs import by_ltx_core, clip
 from helpers import made_film, one_thread, picture_frames, read_video, rel, write_film  # noqa: F401
 from jobs import make_job, replace
 

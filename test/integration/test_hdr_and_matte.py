@@ -1,5 +1,5 @@
-"""HDR and mattes on tiny models of LTX-2.5, beside a loop over all tokens that is written down from
-the rules of ltx-pipelines 1.4 (hdr_ic_lora.py, alpha_gen.py), in float32."""
+"""HDR and mattes on tiny models of LTX-2.5, beside a loop over all tokens that is written down from the rules of
+ltx-pipelines 1.4 (hdr_ic_lora.py, alpha_gen.py), in float32."""
 
 import json
 
@@ -12,27 +12,22 @@ import numpy as np
 import OpenEXR
 import torch
 from conftest import QUICK, words
-from helpers import picture_frames, randn, rel, run_program, write_film
+from helpers import clip_times, picture_frames, predicted_video, randn, random_lora, rel, token_positions, write_film
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.commands import dispatch
 from ltx_neuron.config.profiles import resolve
-from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.host.models import HostModels
-from ltx_neuron.models.modulation import modulation_table
-from ltx_neuron.models.parallel import SingleRank
-from ltx_neuron.models.programs import dit_program
-from ltx_neuron.models.rope import rope_tables
-from ltx_neuron.sampling.latents import audio_positions
 from ltx_neuron.sampling.schedules import DISTILLED_SIGMAS, ltx2_schedule
+from ltx_neuron.weights.sharding import DIFFUSION
+from ltx_neuron.weights.tensorfile import TensorFile
 
 FP32 = 1e-5  # sums in another order, over 8 steps
 # Of half floats; and fp32's rounding of codes near black, relative to LEAST (measured 6e-5).
 HALF, LEAST, NEAR_BLACK = 2**-11, 2**-14, 1e-4
-RANK, LAYERS = 4, ("transformer_blocks.0.attn1.to_q", "transformer_blocks.1.attn2.to_out.0")
-PREFIX = "model.diffusion_model."
+LAYERS = ("transformer_blocks.0.attn1.to_q", "transformer_blocks.1.attn2.to_out.0")
 TO_AP1 = [
     [0.6130974024, 0.3395231462, 0.0473794514],
     [0.0701937225, 0.9163538791, 0.0134523985],
@@ -58,46 +53,34 @@ def linear(display: np.ndarray) -> np.ndarray:
 
 
 class Loop:
-    """The clip's tokens, then appended ones, and their steps. fps: of the positions."""
+    """The tokens of a clip and of its reference, then appended ones, and their steps. fps: of the positions."""
 
-    def __init__(self, workspace: Workspace, lora, shape: tuple[int, int, int], fps: float):
-        stored, merged = load_file(workspace.checkpoint_path), load_file(lora)
-        self.weights = {name.removeprefix(PREFIX): x.float() for name, x in stored.items()}
+    def __init__(self, workspace: Workspace, home, reference: torch.Tensor, fps: float):
+        stored, merged = load_file(workspace.checkpoint_path), load_file(home / "hdr.safetensors")
+        self.weights = {name.removeprefix(DIFFUSION): x.float() for name, x in stored.items()}
         for layer in LAYERS:
             down, up = (merged[f"diffusion_model.{layer}.lora_{part}.weight"] for part in "AB")
             # In bfloat16, as upstream merges.
-            self.weights[f"{layer}.weight"] = (stored[f"{PREFIX}{layer}.weight"] + up @ down).float()
-        self.config, self.fps = workspace.transformer, fps
-        self.parts: list[tuple] = []  # tokens, masks, marks, positions of each
-        self.times = [(0, 1), *((8 * k - 7, 8 * k + 1) for k in range(1, shape[0]))]
-        self.append(torch.zeros(1, 128, *shape), self.times, 1.0)
-        self.parts[0][2][: shape[1] * shape[2]] = 1.0  # the first frame is marked
+            self.weights[f"{layer}.weight"] = (stored[f"{DIFFUSION}{layer}.weight"] + up @ down).float()
+        self.config, self.fps, self.sides = workspace.transformer, fps, reference.shape[-2:]
+        self.parts, self.times = [], []  # tokens, masks and marks of each part
+        for latent, mask in ((torch.zeros_like(reference), 1.0), (reference, 0.0)):
+            self.append(latent, clip_times(reference.shape[2]), mask)
+        self.parts[0][2][: self.sides.numel()] = 1.0  # the first frame is marked
 
     def append(self, latent, times, mask: float, marked: float = 0.0) -> None:
         """Tokens with these times in frames, held but for `mask`."""
-        tokens, (rows, columns) = latent[0].flatten(1).T, latent.shape[-2:]
-        grid = [(16 + 32 * y, 16 + 32 * x) for y in range(rows) for x in range(columns)]
-        seconds = (torch.tensor(times, dtype=torch.float32) / self.fps).sum(1) / 2
-        places = torch.tensor([[second, *at] for second in seconds for at in grid])
-        self.parts.append((tokens, *(torch.full((len(tokens), 1), value) for value in (mask, marked)), places))
+        tokens, self.times = latent[0].flatten(1).T, self.times + times
+        self.parts.append((tokens, *(torch.full((len(tokens), 1), value) for value in (mask, marked))))
 
-    def run(self, sigmas, seed: int, context) -> torch.Tensor:
+    def run(self, sigmas, context) -> torch.Tensor:
         """The tokens (1, T, 128) at the end."""
-        clean, mask, marked, places = (torch.cat(x) for x in zip(*self.parts, strict=True))
-        clean, places = clean[None], places.T[None]
-        masks = torch.tensor([1.0, *sorted({*mask.flatten().tolist()} - {1.0})])
-        bucket = Bucket(clean.shape[1], 0, len(masks), 1)
-        program = dit_program(self.config, bucket, 1, SingleRank(), torch.float32, 0)
-        noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(seed))
-        x = mask * noise + (1 - mask) * clean
+        clean, mask, marked = (torch.cat(x) for x in zip(*self.parts, strict=True))
+        clean, places = clean[None], token_positions(self.times, self.fps, *self.sides)
+        x = mask * randn(*clean.shape, seed=10) + (1 - mask) * clean
+        given = {"keyframes_mask": marked, "video_context": context}
         for sigma, after in zip(sigmas, sigmas[1:], strict=False):
-            now, zero = torch.tensor([sigma]), torch.zeros(1, dtype=torch.int32)
-            values = {"step": zero, "step_numbers": zero, "sigmas": torch.tensor([[[sigma, 0.0], [sigma, sigma]]])}
-            values["video_modulation"] = modulation_table(self.weights, self.config, "video", now, masks, False, now)
-            values |= {"video_context": context, "timestep_mask": (mask == masks).float(), "denoise_mask": mask}
-            values |= {"clean_latent": clean, "keyframes_mask": marked, "video_latent": x}
-            values |= rope_tables(self.config, places, audio_positions(0))
-            x0 = run_program(program, self.weights, values)["video_latent"]  # held tokens are restored
+            x0 = predicted_video(self.config, self.weights, mask, clean, places, sigma, video_latent=x, **given)
             x = x0 + (x - x0) * (after / sigma)
         return x
 
@@ -106,31 +89,22 @@ class Loop:
 def home(split, tmp_path_factory):
     """A folder with an adapter, text embeddings, and a film of 25 frames of 92 x 60 at 50 a second."""
     folder = tmp_path_factory.mktemp("hdr")
-    shapes = {name: x.shape for name, x in load_file(split.distilled).items()}
-    factors = {}
-    for number, layer in enumerate(LAYERS):
-        rows, columns = shapes[f"{PREFIX}{layer}.weight"]
-        parts = {"A": randn(RANK, columns, seed=number), "B": 0.1 * randn(rows, RANK, seed=number + 2)}
-        factors |= {f"diffusion_model.{layer}.lora_{part}.weight": x.bfloat16() for part, x in parts.items()}
-    save_file(factors, folder / "hdr.safetensors")
-    width = shapes[f"{PREFIX}{LAYERS[0]}.weight"][0]
+    random_lora(folder / "hdr.safetensors", split.distilled, *LAYERS)
+    width = TensorFile(split.distilled, "").shapes[f"{DIFFUSION}{LAYERS[0]}.weight"][0]
     save_file({"video_context": randn(1, 1024, width, seed=5)}, folder / "texts.safetensors")
     write_film(folder / "in.mkv", picture_frames(25, 60, 92, 3), 50, lossless=True)
     return folder
 
 
-def run(home, split, artifacts, recipe: str, **flags: object) -> dict[str, torch.Tensor]:
-    """The tensors of a job with the adapter."""
+def run(home, split, artifacts, recipe: str, **flags: object) -> tuple[dict, Workspace, HostModels]:
+    """The tensors of a job with the adapter, and what its model is read by."""
     flags |= {"checkpoint_path": split.folder, "artifacts_dir": artifacts, "profile": "cpu", "profile_set": QUICK}
     flags |= {"recipe": recipe, "tp_degree": 1, "dtype": "float32", "ic_lora": home / "hdr.safetensors"}
     dispatch(["prepare", *words(**flags)])
     dispatch(["generate", *words(**flags, save_tensors=home / "tensors.safetensors")])
-    return load_file(home / "tensors.safetensors")
-
-
-def host_of(split, artifacts, checkpoint) -> tuple[Workspace, HostModels]:
-    workspace = Workspace(checkpoint, resolve("cpu", ()), artifacts, 1, "float32")
-    return workspace, HostModels(checkpoint, workspace.config, torch.float32, files=workspace.files)
+    workspace = Workspace(getattr(split, recipe), resolve("cpu", ()), artifacts, 1, "float32")
+    host = HostModels(workspace.checkpoint_path, workspace.config, torch.float32, files=workspace.files)
+    return load_file(home / "tensors.safetensors"), workspace, host
 
 
 def planes(latent: torch.Tensor, rows: int = 2, columns: int = 3) -> torch.Tensor:
@@ -140,8 +114,8 @@ def planes(latent: torch.Tensor, rows: int = 2, columns: int = 3) -> torch.Tenso
 @torch.no_grad()
 def test_hdr_equals_the_loop_and_ships_its_light_as_exr_and_hlg(home, split, artifacts, capsys):
     files = {"text_embeddings": home / "texts.safetensors", "output_path": home / "out.mp4"}
-    got = run(home, split, artifacts, "distilled", **files, video_conditioning=((home / "in.mkv", 1.0),))
-    workspace, host = host_of(split, artifacts, split.distilled)
+    files["video_conditioning"] = ((home / "in.mkv", 1.0),)
+    got, workspace, host = run(home, split, artifacts, "distilled", **files)
     with av.open(str(home / "in.mkv")) as film:
         shown = np.stack([frame.to_ndarray(format="rgb24") for frame in film.decode(video=0)])
     codes = encoded(linear(shown / 255.0))
@@ -150,12 +124,10 @@ def test_hdr_equals_the_loop_and_ships_its_light_as_exr_and_hlg(home, split, art
     reference, guide = (host.encode_video(part, whole=True) for part in (pixels, pixels[:, :, 24:]))
     assert rel(got["reference_latent"], reference) < FP32 and rel(got["given_keyframes"], guide) < FP32
 
-    loop = Loop(workspace, home / "hdr.safetensors", (4, 2, 3), fps=30.0)  # not the film's 50
-    loop.append(reference, loop.times, 0.0)
+    loop = Loop(workspace, home, reference, fps=30.0)  # not the film's 50
     loop.append(guide, [(24, 25)], float(torch.tensor(1 - 0.95)))
     loop.append(torch.zeros_like(guide), [(24, 25)], 1.0, marked=1.0)
-    end = loop.run(DISTILLED_SIGMAS, 10, load_file(home / "texts.safetensors")["video_context"])
-    assert len(DISTILLED_SIGMAS) == 9
+    end = loop.run(DISTILLED_SIGMAS, load_file(home / "texts.safetensors")["video_context"])
     assert rel(got["s1_video"], planes(end[:, :24])) < FP32
     assert rel(got["s1_generated_keyframes"], planes(end[:, -6:])) < FP32
     assert "s1_audio" not in got
@@ -178,7 +150,7 @@ def test_hdr_equals_the_loop_and_ships_its_light_as_exr_and_hlg(home, split, art
 
 @torch.no_grad()
 def test_a_folder_of_exr_files_is_generated_at_twice_its_frames_in_high_quality(home, split, artifacts):
-    """The plate is half again as bright as white; files of an earlier, longer run are removed."""
+    """The plate is half again as bright as white."""
     folder = home / "plate"
     folder.mkdir()
     plate = np.random.default_rng(0).random((9, 64, 64, 3)) * 1.5
@@ -186,13 +158,13 @@ def test_a_folder_of_exr_files_is_generated_at_twice_its_frames_in_high_quality(
         OpenEXR.File({}, {"RGB": picture.astype(np.float32)}).write(str(folder / f"plate.{number:04d}.exr"))
     files = {"text_embeddings": home / "texts.safetensors", "output_path": home / "hq.mp4"}
     spaces = {"input_colorspace": "acescg", "frame_rate": 24, "exr_colorspace": "acescct", "high_quality": True}
-    got = run(home, split, artifacts, "distilled", **files, **spaces, video_conditioning=((folder, 1.0),))
-    workspace, host = host_of(split, artifacts, split.distilled)
+    spaces["video_conditioning"] = ((folder, 1.0),)
+    got, workspace, host = run(home, split, artifacts, "distilled", **files, **spaces)
     pixels = torch.from_numpy(2 * encoded(plate) - 1).float().permute(3, 0, 1, 2)[None]
     reference = host.encode_video(pixels.repeat_interleave(2, dim=2)[:, :, :17], whole=True)
-    loop = Loop(workspace, home / "hdr.safetensors", (3, 2, 2), fps=24.0)
-    loop.append(reference, loop.times, 0.0)
-    end = loop.run(DISTILLED_SIGMAS, 10, load_file(home / "texts.safetensors")["video_context"])
+    end = Loop(workspace, home, reference, fps=24.0).run(
+        DISTILLED_SIGMAS, load_file(home / "texts.safetensors")["video_context"]
+    )
     assert rel(got["s1_video"], planes(end[:, :12], 2, 2)) < FP32
     eight = torch.cat([*host.decode_video(got["s1_video"])])[::2]
     assert torch.equal((got["frames"] * 255).byte(), eight) and len(eight) == 9
@@ -206,12 +178,9 @@ def test_a_matte_equals_the_loop_and_is_the_alpha_of_its_video(home, split, arti
     """At cfg 1 the guided prediction is the model's own, whatever the rescale."""
     size = {"height": 64, "width": 96, "num_frames": 9, "num_inference_steps": 3}
     files = {"video_conditioning": ((home / "in.mkv", 1.0),), "output_path": home / "matte.mov"}
-    got = run(home, split, artifacts, "dev", alpha_gen=True, **size, **files, save_frames=home / "png")
+    got, workspace, host = run(home, split, artifacts, "dev", alpha_gen=True, **size, **files, save_frames=home / "png")
     assert "the prompt is empty: the references alone guide the video" in capsys.readouterr().out
-    workspace, host = host_of(split, artifacts, split.dev)
-    loop = Loop(workspace, home / "hdr.safetensors", (2, 2, 3), fps=24.0)
-    loop.append(got["reference_latent"], loop.times, 0.0)
-    end = loop.run(ltx2_schedule(3), 10, got["video_context"])
+    end = Loop(workspace, home, got["reference_latent"], fps=24.0).run(ltx2_schedule(3), got["video_context"])
     assert rel(got["s1_video"], planes(end[:, :12])) < FP32
     matte = torch.cat([*host.decode_video(got["s1_video"])]).float().mean(-1).round().byte().numpy()
     pictures = np.stack([np.asarray(Image.open(home / "png" / f"frame_{n:05d}.png")) for n in range(9)])

@@ -1,5 +1,5 @@
-"""A job's own file that is gone or damaged, before and during a run: that job fails alone, in a
-batch and in the service."""
+"""A job's own file that is gone or damaged, before and during a run: that job fails alone, in a batch and in the
+service."""
 
 import json
 import shutil
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from engines import drawn, give_contexts, opened_engine, opened_workspace
 from jobs import make_job
+from typed import parsed
 
 from ltx_neuron import batch, flags
 from ltx_neuron.artifacts import build
@@ -42,42 +43,39 @@ def pictures(tiny, tmp_path) -> dict[str, Path]:
 
 def at_the_first_step(engine, action) -> None:
     """Do something once while the first job is denoised."""
-    before, todo = engine.on_step_end, [action]
+    before, todo = engine.on_step_end or (lambda stage, number: None), [action]
 
     def on_step_end(stage, number):
         if todo:
             todo.pop()()
-        if before:
-            before(stage, number)
+        before(stage, number)
 
     engine.on_step_end = on_step_end
 
 
 def test_a_picture_that_vanishes_fails_its_line_alone_and_finished_lines_need_none(engine, pictures, tmp_path, capsys):
-    size = {name: getattr(SIZE, name) for name in ("height", "width", "num_frames")}
+    args, out, size = parsed(), tmp_path / "out", {"height": 64, "width": 64, "num_frames": 9}
     lines = [json.dumps({"prompt": name, "image": str(path), **size}) for name, path in pictures.items()]
-    (tmp_path / "jobs.jsonl").write_text("\n".join(lines))
-    flags.add_job(parser := flags.Parser())
-    args = parser.parse_args([])
-    args.recipe, args.prompts_file, out = "distilled", tmp_path / "jobs.jsonl", tmp_path / "out"
+    args.prompts_file = tmp_path / "jobs.jsonl"
+    args.prompts_file.write_text("\n".join(lines))
 
-    def statuses(lines) -> list[str]:
+    def statuses() -> list[str]:
+        lines = flags.lines(args, engine.workspace, out)
         identity = lambda job: run_identity(job, engine.workspace, engine.options)  # noqa: E731
         entries = batch.run(lines, engine, out, lambda clip, path: clip.write(path), identity)
         engine.on_step_end = None
         return [entry["status"] for entry in entries]
 
-    lines = flags.lines(args, engine.workspace, out)
     at_the_first_step(engine, pictures["b"].unlink)
-    assert statuses(lines) == STATUSES
+    assert statuses() == STATUSES
     assert f"line 2 failed: there is no image {pictures['b']}" in capsys.readouterr().out
     finished = {path: path.stat().st_mtime_ns for path in out.glob("*.mp4")}
     pictures["a"].unlink()  # of a finished line
     pictures["b"].write_bytes(b"damaged")
-    assert statuses(flags.lines(args, engine.workspace, out)) == STATUSES
+    assert statuses() == STATUSES
     assert "line 2 failed" in capsys.readouterr().out
     shutil.copy(pictures["c"], pictures["b"])
-    assert statuses(flags.lines(args, engine.workspace, out)) == ["done"] * 3
+    assert statuses() == ["done"] * 3
     assert len(finished) == 2 and finished == {path: path.stat().st_mtime_ns for path in finished}
 
 
@@ -93,10 +91,7 @@ def test_the_service_fails_a_job_whose_picture_vanished_and_keeps_its_engine(eng
             queue.submit(NewJob(id, "ada", "", "key", job.to_line(), {}))
         worker, lost = Worker(queue, engine, "worker"), queue.folder_of(ids[1]) / "image-0.png"
         worker.batch_key = "key"
-        if claimed:
-            at_the_first_step(engine, lost.unlink)
-        else:
-            lost.unlink()
+        at_the_first_step(engine, lost.unlink) if claimed else lost.unlink()
         worker._run_batch()
         ended = [queue.get("ada", id) for id in ids]
         engine.on_step_end = engine.on_stage_end = None

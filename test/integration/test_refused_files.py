@@ -56,29 +56,18 @@ class World:
 
 @pytest.fixture(scope="module")
 def world(tiny, tmp_path_factory):
-    """Once all tests have run, nothing was written."""
+    """The artifacts are made as a newcomer makes them: by pasting what the error says. No test writes."""
     world = World(tmp_path_factory.mktemp("world"), tiny)
     for folder in ("out", "bad/folder", "bad/folder.mp4", "bad/folder.json"):
         (world.root / folder).mkdir(parents=True)
     _break_files(world.bad, tiny)
-    before = world.listing()
-    yield world
-    own = {world.root / "artifacts", *(world.bad / name for name in DAMAGES)}
-    after = {entry for entry in world.listing() if not {Path(entry[0]), *Path(entry[0]).parents} & own}
-    assert {entry for entry in before ^ after if Path(entry[0]) not in (world.root, world.bad)} == set()
-
-
-@pytest.fixture(scope="module")
-def finished(world):
-    """The world with weights and graphs for SIZE, and with damaged copies of them. They are made as a newcomer makes
-    them: by pasting what the error says."""
     with redirect_stderr(StringIO()) as errors:
         assert run(GENERATE, world.words(GENERATE)) == 2
     pasted = shlex.split(re.search(r"Make them: (.*)", errors.getvalue())[1])
     dispatch(pasted[pasted.index("prepare") :])
     for name, damage in DAMAGES.items():
         shutil.copytree(world.root / "artifacts", world.bad / name, copy_function=os.link)
-        damage(world.bad / name)
+        _damage(world.bad / name, *damage)
     before = world.listing()
     yield world
     assert world.listing() == before
@@ -102,45 +91,33 @@ def _break_files(bad: Path, tiny) -> None:
     upsampler = TensorFile(tiny.spatial_upsampler, "").metadata
     save(bad / "empty-upsampler.safetensors", {"other": torch.zeros(1)}, {"config": upsampler["config"]})
     gemma = json.loads((tiny.gemma_root / "config.json").read_text())
-    for name, changes in {
-        "broken-config": {},
-        "no-weights": {},
-        "deep": {"text_config": {"num_hidden_layers": 6}},
-        "other-heads": {"text_config": {"num_attention_heads": 4, "num_key_value_heads": 2}},
-        "odd-heads": {"text_config": {"num_key_value_heads": 3}},
-    }.items():
+    texts = {"broken-config": {}, "no-weights": {}, "deep": {"num_hidden_layers": 6}}
+    texts |= {"odd-heads": {"num_key_value_heads": 3}}
+    texts |= {"other-heads": {"num_attention_heads": 4, "num_key_value_heads": 2}}
+    for name, changes in texts.items():
         shutil.copytree(tiny.gemma_root, bad / name)
-        (bad / name / "config.json").write_text(json.dumps(merge(gemma, changes)))
+        (bad / name / "config.json").write_text(json.dumps(merge(gemma, {"text_config": changes})))
     (bad / "broken-config/config.json").write_text("{")
     (bad / "no-weights/model.safetensors").unlink()
 
 
-def _file(pattern: str, change: Callable[[bytes], bytes] | None = None) -> Callable[[Path], None]:
-    """Change files' bytes, or remove them."""
-
-    def damage(folder: Path) -> None:
-        for path in [*folder.glob(pattern)]:
-            content = path.read_bytes()
-            path.unlink()  # the link, not what it shares with the whole artifacts
-            if change:
-                path.write_bytes(change(content))
-
-    return damage
+def _damage(folder: Path, pattern: str, change: Callable[[bytes], bytes] | None) -> None:
+    """Change files' bytes, or remove them. Graphs of other code lie in the folder of theirs."""
+    for path in [*folder.glob(pattern)]:
+        content = path.read_bytes()
+        path.unlink()  # the link, not what it shares with the whole artifacts
+        if change:
+            path.write_bytes(change(content))
+        if folder.name == "other-code":
+            path.parent.rename(places.folder(folder, json.loads(path.read_bytes())["identity"]))
 
 
-def _of_another(kind: str, move: bool = True, **fields) -> Callable[[Path], None]:
-    """As if the artifacts of a kind had been made for other values of these fields."""
-
+def _made_for(**fields) -> Callable[[bytes], bytes]:
     def other(content: bytes) -> bytes:
         manifest = json.loads(content)
         return json.dumps(manifest | {"identity": manifest["identity"] | fields}).encode()
 
-    def damage(folder: Path) -> None:
-        _file(f"{kind}/*/{MANIFEST}", other)(folder)
-        for manifest in [*folder.glob(f"{kind}/*/{MANIFEST}")] if move else ():
-            manifest.parent.rename(places.folder(folder, json.loads(manifest.read_text())["identity"]))
-
-    return damage
+    return other
 
 
 def _flip(content: bytes) -> bytes:
@@ -148,18 +125,18 @@ def _flip(content: bytes) -> bytes:
 
 
 RANK, GRAPH = "weights/dit-*/rank0.safetensors", "graphs/dit-*-t1-*/step.pt2"
+OF_WEIGHTS, OF_GRAPHS = f"weights/dit-*/{MANIFEST}", f"graphs/*/{MANIFEST}"
 DAMAGES = {
-    "other-code": _of_another("graphs", code="0123456789ab"),
-    "edited-torch": _of_another("graphs", move=False, torch="1.0.0"),
-    "other-source": _of_another("weights", source="0123456789ab"),
-    "unfinished": _file(f"weights/dit-*/{MANIFEST}"),
-    "broken-manifest": _file(f"weights/dit-*/{MANIFEST}", lambda _: b"{"),
-    "missing-rank": _file(RANK),
-    "flipped-rank": _file(RANK, _flip),
-    "truncated-rank": _file(RANK, lambda content: content[:-1]),
-    "missing-graph": _file(GRAPH),
-    "flipped-graph": _file(GRAPH, _flip),
-    "other-tensors": _file(RANK, lambda content: content.replace(b'"proj_out.bias"', b'"xroj_out.bias"')),
+    "other-code": (OF_GRAPHS, _made_for(code="0123456789ab")),
+    "edited-torch": (OF_GRAPHS, _made_for(torch="1.0.0")),
+    "unfinished": (OF_WEIGHTS, None),
+    "broken-manifest": (OF_WEIGHTS, lambda _: b"{"),
+    "missing-rank": (RANK, None),
+    "flipped-rank": (RANK, _flip),
+    "truncated-rank": (RANK, lambda content: content[:-1]),
+    "missing-graph": (GRAPH, None),
+    "flipped-graph": (GRAPH, _flip),
+    "other-tensors": (RANK, lambda content: content.replace(b'"proj_out.bias"', b'"xroj_out.bias"')),
 }
 
 NAMES = {
@@ -174,8 +151,7 @@ SCRIPTS = dict(zip(("SHARD_DIT", "SHARD_GEMMA", "COMPILE_DIT", "COMPILE_GEMMA"),
 
 
 def table(text: str) -> list:
-    """A case for every line that is no comment: the script, unless it is GENERATE; its flags; and what the message
-    must hold."""
+    """Of every line that is no comment the script, unless it is GENERATE; its flags; and what the message must hold."""
     cases = []
     for line in re.findall(r"^[^#\n].*", text, re.MULTILINE):
         command, words = line.split(" -> ")
@@ -201,7 +177,6 @@ MISTAKES = table("""
 SHARD_DIT: --checkpoint-path {bad}/no-dit.safetensors -> no tensor | CHECKPOINT
 # flags
 --tp-degree 3 -> degree 3 | num_attention_heads=4 | one of 1, 2, 4
---dtype float16 -> --dtype | float16 | bfloat16
 --recipe dev --video-stg-blocks 28 -> video STG block 28 | blocks 0..1 | --video-stg-blocks
 # outputs
 --output-path {root}/out/video.avi -> MP4 | video.avi | --output-path FILE.mp4
@@ -210,7 +185,6 @@ SHARD_DIT: --checkpoint-path {bad}/no-dit.safetensors -> no tensor | CHECKPOINT
 --save-frames '{bad}/a file' -> not a folder | --save-frames DIR
 --save-tensors {bad}/folder -> is a folder | --save-tensors FILE
 --perf-dump-path {root}/out/video.json -> the JSON of --output-path | --perf-dump-path
---save-tensors {ckpt} -> --checkpoint-path | --save-tensors | same file
 --audio-path {bad}/gone.wav --resume -> --resume needs --audio-path | present path of this file
 SHARD_DIT: --artifacts-dir '{bad}/a file' -> --artifacts-dir DIR
 COMPILE_DIT: --artifacts-dir '{bad}/a file/x' -> --artifacts-dir DIR
@@ -227,19 +201,14 @@ COMPILE_GEMMA: --gemma-root {bad}/absent -> not a folder | GEMMA
 --two-stage -> --two-stage | --spatial-upsampler-path | SPATIAL
 --two-stage --spatial-upsampler-path {bad}/empty-upsampler.safetensors -> LatentUpsampler | none of its | SPATIAL
 --upscale temporal -> --upscale temporal | --temporal-upsampler-path | TEMPORAL
-""")
-# Artifacts that do not fit.
-ARTIFACTS = table("""
+# artifacts that do not fit
 --artifacts-dir {root}/none -> no dit graphs | Make them: | PREPARE | --tp-degree 1
 --neuron-gemma -> no gemma3 weights | Make them: | PREPARE | --gemma-root
 --height 96 -> needed: 64x96 (width x height) | compiled: 64x64 | PREPARE | --height 96
 --tp-degree 2 -> tp: got 1, wanted 2 | PREPARE | --tp-degree 2
---dtype bfloat16 -> dtype: got float32, wanted bfloat16 | PREPARE | --dtype bfloat16
---profile-set blocks_per_graph=1 -> blocks_per_graph: got 0, wanted 1 | PREPARE
 --checkpoint-path '{bad}/an other.safetensors' -> source (the checkpoint's content): got | an other.safetensors'
 --artifacts-dir {bad}/other-code -> code (this toolkit's code): got 0123456789ab | PREPARE
 --artifacts-dir {bad}/edited-torch -> torch | got 1.0.0 | rm -r | PREPARE
---artifacts-dir {bad}/other-source -> source | got 0123456789ab | PREPARE
 --artifacts-dir {bad}/unfinished -> not finished | Make them again: | PREPARE
 SHARD_DIT: --artifacts-dir {bad}/unfinished --verify -> not finished
 --artifacts-dir {bad}/broken-manifest -> manifest.json cannot be read | rm -r | PREPARE
@@ -254,32 +223,18 @@ SHARD_DIT: --artifacts-dir {bad}/flipped-rank --verify -> rank0.safetensors: con
 """)
 
 
-@pytest.fixture(autouse=True)
-def inside(world, monkeypatch):
-    """Also what is written beside no path of a flag is seen."""
-    monkeypatch.chdir(world.root / "out")
-
-
-def check_refused(world: World, capfd, script: str, flags: str, words: list[str]) -> None:
+@pytest.mark.parametrize("script, flags, words", MISTAKES)
+def test_a_command_is_refused_with_what_to_type(world, monkeypatch, capfd, script, flags, words):
+    monkeypatch.chdir(world.root / "out")  # also what is written beside no path of a flag is seen
     code, printed = run(script, world.words(script, flags)), capfd.readouterr().err
     assert code == 2, printed
     assert printed.count("error: ") == 1 and "Traceback" not in printed, printed
     assert not [word for word in words if word not in printed], printed
 
 
-@pytest.mark.parametrize("script, flags, words", MISTAKES)
-def test_a_command_is_refused_with_what_to_type(world, capfd, script, flags, words):
-    check_refused(world, capfd, script, flags, words)
-
-
-@pytest.mark.parametrize("script, flags, words", ARTIFACTS)
-def test_artifacts_that_do_not_fit_are_refused(finished, capfd, script, flags, words):
-    check_refused(finished, capfd, script, flags, words)
-
-
-def test_the_command_for_damaged_weights_works_when_pasted(finished, tmp_path, capsys):
-    shutil.copytree(finished.bad / "missing-rank", tmp_path / "its artifacts")
-    words = finished.words(SHARD_DIT, f"--artifacts-dir '{tmp_path}/its artifacts' --verify")
+def test_the_command_for_damaged_weights_works_when_pasted(world, tmp_path, capsys):
+    shutil.copytree(world.bad / "missing-rank", tmp_path / "its artifacts")
+    words = world.words(SHARD_DIT, f"--artifacts-dir '{tmp_path}/its artifacts' --verify")
     assert run(SHARD_DIT, words) == 2
     command = re.search(r"Make it again: (.*)", capsys.readouterr().err)[1]
     remove, make = command.split(" && ")

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from engines import assert_same, each_alone, jobs_of_three_sets, latents, opened, swaps
 from helpers import one_thread  # noqa: F401
 from jobs import make_job
-from swapping import assert_same, each_alone, jobs_of_three_sets, latents, opened, swaps
 
 from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.engine.outputs import restore_state, run_identity, save_state

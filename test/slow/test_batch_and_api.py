@@ -10,37 +10,53 @@ import time
 import psutil
 import pytest
 import torch
-from batches import TP, children, flags_of, jobs, opened, prepared, undisturbed, videos
 from conftest import ROOT, SCRIPT_SECONDS, succeeded
 from helpers import allowed, ended, read_video, wait_for
-from jobs import replace
+from jobs import make_job, replace
+from runs import GENERATE, ONE_STAGE, TP, batch_flags, children, opened, undisturbed_batch, videos
 
 from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.batch import RESULTS, Line
 from ltx_neuron.batch import run as run_batch
 from ltx_neuron.engine.outputs import SUFFIX
-from ltx_neuron.job import Job
+from ltx_neuron.job import Job, Size
 
 SOON = 10  # seconds until a run with a broken rank has ended, whatever is done beside its ranks
 LONG = 60  # seconds for which a clip is decoded where nobody stops it
 OVERLAP = "overlap_decode=true"  # where ranks have a device of their own, it is so by itself
 
 
+def jobs() -> list[Job]:
+    return [make_job("birds sing", Size(**ONE_STAGE), seed=seed) for seed in range(2)]
+
+
 @pytest.fixture(scope="module")
 def setup(scripts, tiny):
-    return prepared(scripts, tiny)
+    setup = scripts(tiny, TP)
+    setup.prepare(**ONE_STAGE)
+    return setup
 
 
 @pytest.fixture
-def engine(setup, tiny):
-    """The API's, with decoding beside denoising; no thread and no process is left of it, whatever happened."""
+def engine(setup, tiny, monkeypatch):
+    """The API's, with decoding beside denoising, and for long, as a released one does at a large size. No thread and no
+    process of it is left, whatever happened."""
 
     def threads() -> set[threading.Thread]:
         """All but the one that looks after progress bars, which stays once there was a bar."""
         return {thread for thread in threading.enumerate() if thread.name != "tqdm_monitor"}
 
+    def decode_video(latent, *how):
+        until = time.monotonic() + LONG
+        while time.monotonic() < until:
+            chunks = list(decode(latent, *how))
+            time.sleep(0.1)  # the machine's other tests go on
+        yield from chunks
+
     before, count = (threads(), children()), torch.get_num_threads()
     with opened(setup, tiny, profile_set=(OVERLAP,), neuron_gemma=False) as pipe:
+        decode = pipe.engine.host.decode_video
+        monkeypatch.setattr(pipe.engine.host, "decode_video", decode_video)
         yield pipe.engine
     torch.set_num_threads(count)
     assert threads() == before[0] and children() <= before[1]
@@ -51,25 +67,9 @@ def kill_a_rank(engine) -> float:
     return time.monotonic()
 
 
-@pytest.fixture
-def decoding_long(engine, monkeypatch):
-    """The engine, and its video decoder decodes a clip for long: at a large size a released one does."""
-    decode = engine.host.decode_video
-
-    def decode_video(latent, *how):
-        until = time.monotonic() + LONG
-        while time.monotonic() < until:
-            chunks = list(decode(latent, *how))
-            time.sleep(0.1)  # the machine's other tests go on
-        yield from chunks
-
-    monkeypatch.setattr(engine.host, "decode_video", decode_video)
-    return engine
-
-
-def test_a_rank_that_is_killed_while_it_waits_for_the_host_ends_the_run_soon(decoding_long, monkeypatch):
+def test_a_rank_that_is_killed_while_it_waits_for_the_host_ends_the_run_soon(engine, monkeypatch):
     """No command is under way that could tell: the clip before is decoded, and the next one begins after it."""
-    engine, killed, decode = decoding_long, [], decoding_long.host.decode_video
+    killed, decode = [], engine.host.decode_video
 
     def breaking(latent, *how):
         killed.append(kill_a_rank(engine))
@@ -78,55 +78,49 @@ def test_a_rank_that_is_killed_while_it_waits_for_the_host_ends_the_run_soon(dec
     monkeypatch.setattr(engine.host, "decode_video", breaking)
     monkeypatch.setattr(engine.workspace, "profile", replace(engine.workspace.profile, overlap_decode=False))
     with pytest.raises(RankError, match="rank 1 of 2 failed: .*was killed"):
-        list(engine.run(jobs(2)))
+        list(engine.run(jobs()))
     assert time.monotonic() - killed[0] < allowed(SOON)
 
 
-def test_a_batch_with_a_broken_rank_ends_soon_and_no_clip_is_denoised_again(
-    decoding_long, monkeypatch, tmp_path, capsys
-):
+def test_a_batch_with_a_broken_rank_ends_soon_and_no_clip_is_denoised_again(engine, monkeypatch, tmp_path, capsys):
     """The rank is killed in the second clip's steps, while the first one is still being decoded."""
-    engine, killed, steps = decoding_long, [], []
-    lines = [Line(number, job, "") for number, job in enumerate(jobs(2), 1)]
+    lines, killed, steps = [Line(number, job, "") for number, job in enumerate(jobs(), 1)], [], []
 
     def kill(stage, step):
         decodes_beside = any(thread.name.startswith("background") for thread in threading.enumerate())
         if step == 2 and decodes_beside and not killed:
             killed.append(kill_a_rank(engine))
 
-    def run() -> None:
-        def write(clip, path) -> None:
-            path.write_bytes(torch.cat(list(clip.chunks)).numpy().tobytes())
-
-        run_batch(lines, engine, tmp_path, write, Job.describe)
+    def write(clip, path) -> None:
+        path.write_bytes(torch.cat(list(clip.chunks)).numpy().tobytes())
 
     engine.on_step_end = kill
     with pytest.raises(RankError, match="rank 1 of 2 failed: .*was killed"):
-        run()
+        run_batch(lines, engine, tmp_path, write, Job.describe)
     assert time.monotonic() - killed[0] < allowed(SOON)
     assert [path.name for path in tmp_path.iterdir()] == ["0001" + SUFFIX]
 
     monkeypatch.undo()
     engine.on_step_end = lambda stage, step: steps.append(step)
-    run()
+    run_batch(lines, engine, tmp_path, write, Job.describe)
     assert steps == list(range(8))
     assert "resumed: line 1; the decoding is left" in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0001.mp4", "0002.mp4", RESULTS]
     engine.on_stage_end = None
-    wanted = [result.frames.numpy().tobytes() for result in engine.run(jobs(2))]
+    wanted = [result.frames.numpy().tobytes() for result in engine.run(jobs())]
     assert [(tmp_path / line.file).read_bytes() for line in lines] == wanted
 
 
 def test_a_batch_that_is_killed_resumes_and_loses_nothing(setup, tiny, shared, tmp_path):
     """Its clips are decoded while others are denoised, and those of the undisturbed one were not."""
-    wanted, flags = videos(undisturbed(setup, tiny, shared)), flags_of(tiny, tmp_path) | {"profile_set": OVERLAP}
-    out, log = tmp_path / "out", tmp_path / "log.txt"
+    wanted, out, log = videos(undisturbed_batch(setup, tiny, shared)), tmp_path / "out", tmp_path / "log.txt"
+    flags = batch_flags(tiny, tmp_path) | {"profile_set": OVERLAP}
 
     def entries() -> list[dict]:
         return json.loads((out / RESULTS).read_text())["lines"]
 
     with open(log, "wb") as file:
-        command = [sys.executable, ROOT / "src/generate_ltx23.py", *setup.words(**flags)]
+        command = [sys.executable, *setup.command(GENERATE, **flags)]
         process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file)
     wait_for(lambda: (out / RESULTS).is_file() or process.poll() is not None)
     assert process.poll() is None, log.read_text()[-2000:]
@@ -139,7 +133,7 @@ def test_a_batch_that_is_killed_resumes_and_loses_nothing(setup, tiny, shared, t
 
     denoised = [path for path in out.glob("*" + SUFFIX) if int(path.name[:4]) not in done]
     stamps = {line: (out / f"{line:04d}.mp4").stat().st_mtime_ns for line in done}
-    resumed = succeeded(setup.run("src/generate_ltx23.py", **flags))
+    resumed = succeeded(setup.run(GENERATE, **flags))
     assert f"resumed: {len(done)} of 5 lines were done before" in resumed.stdout
     assert {line: (out / f"{line:04d}.mp4").stat().st_mtime_ns for line in done} == stamps
     assert videos(tmp_path) == wanted and list(out.glob("*partial*")) == []

@@ -1,5 +1,4 @@
-"""The demo's clip is that of ltx-pipelines, so that it shows and sounds what its prompt says; and it
-is what its makers measure."""
+"""The demo's clip is that of ltx-pipelines, and shows and sounds what its prompt says, as its makers measure it."""
 
 import golden_runs
 import measures

@@ -1,5 +1,5 @@
-"""Scripts and engines against records of ltx-pipelines (records.py): other sizes of model, ranks and
-compilers than the first tier has, other inputs, and bfloat16."""
+"""Scripts and engines against records of ltx-pipelines (records.py): other sizes of model, ranks and compilers than the
+first tier has, other inputs, and bfloat16. And the memory of many windows."""
 
 import os
 
@@ -9,17 +9,19 @@ import pytest
 import torch
 from engines import opened_engine, opened_workspace, sharing
 from golden_jobs import JOBS, assets_of
-from golden_runs import assert_has_the_size_of_the_job, assert_is_recorded, assert_tail_is_cut, by_scripts
-from helpers import one_thread  # noqa: F401
+from golden_runs import assert_has_the_size_of_the_job, assert_is_recorded, assert_tail_is_cut, by_scripts, clip
+from helpers import one_thread, read_video  # noqa: F401
 from jobs import replace
 from records import Record
 
 from ltx_neuron.artifacts import build
 from ltx_neuron.engine.outputs import restore_state, save_state
 from ltx_neuron.models.programs import may_divide
+from ltx_neuron.report.latency import Recorder
 
 runs = golden_runs.runs  # a fixture
 TWO, SPLIT, CONTEXT = dict(tp=2), ("sequence_parallel=true",), ("context_parallel=2",)
+GROWTH = 1.05  # of memory: what allocators keep, and the index of the MP4
 
 
 @pytest.mark.skipif(
@@ -111,3 +113,20 @@ def test_a_job_resumed_after_stage_1_and_a_warm_up_ends_with_the_same_bits(runs,
     result = runs.made(job, sharing(engine, warmup=True), decode=False, resume=resume)
     for key in {"s1_audio", "s2_video", "s2_audio", "final_audio", "s2_reference_latent"} & whole.keys():
         assert torch.equal(result.tensors[key], whole[key]), key
+
+
+def test_forty_windows_need_no_more_memory_than_four(runs, tmp_path):
+    def peak(windows: int) -> int:
+        """The peak of this process and its ranks, in bytes."""
+        job = clip(golden_runs.WINDOW + (golden_runs.WINDOW - golden_runs.CARRY) * (windows - 1))
+        assert len(job.windows) == windows
+        engine = runs.engine()
+        engine.recorder = engine.residency.recorder = Recorder()
+        runs.made(job, write=lambda clip: clip.write(tmp_path / "long.mp4"))
+        assert read_video(tmp_path / "long.mp4")["video_seconds"] == job.size.seconds
+        phases = engine.recorder.report({}, "cpu", 1, {}, {})["phases"]
+        return max(phase["peak_rss_bytes"] for phase in phases)
+
+    peak(4)  # loads models
+    four, forty = peak(4), peak(40)
+    assert forty < GROWTH * four, f"4 windows: {four / 1e6:.0f} MB, 40 windows: {forty / 1e6:.0f} MB"

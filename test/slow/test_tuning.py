@@ -38,10 +38,9 @@ if "resource_tracker" not in " ".join(sys.orig_argv):
 
 
 def test_a_killed_tuning_goes_on_and_keeps_what_is_fast_and_right(tiny, tmp_path):
-    planted, folder = tmp_path / "planted", tmp_path / "artifacts"
-    planted.mkdir()
-    (planted / "sitecustomize.py").write_text(PLANTED)
-    env = os.environ | {"PYTHONPATH": f"{planted}{os.pathsep}{os.environ['PYTHONPATH']}"}
+    folder, paths = tmp_path / "artifacts", f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}"
+    how = dict(env=os.environ | {"PYTHONPATH": paths}, cwd=ROOT)
+    (tmp_path / "sitecustomize.py").write_text(PLANTED)
     workspace = Workspace(tiny.checkpoint, resolve("cpu"), folder, 1, "float32")
     build.make(workspace, workspace.weight_sets("dit"))
     words = ["--checkpoint-path", tiny.checkpoint, "--artifacts-dir", folder, "--profile", "cpu"]
@@ -50,23 +49,21 @@ def test_a_killed_tuning_goes_on_and_keeps_what_is_fast_and_right(tiny, tmp_path
     tune = [sys.executable, "-m", "ltx_neuron.tune", *map(str, words), "--keys", "attention", "blocks_per_graph"]
 
     def rows() -> list[dict]:
-        (journal,) = [*folder.glob("tuned/*/*.journal")] or [None]
-        return json.loads(journal.read_text())["rows"] if journal else []
+        return [row for path in folder.glob("tuned/*/*.journal") for row in json.loads(path.read_text())["rows"]]
 
-    def of_ours() -> list[psutil.Process]:
-        return [p for p in psutil.process_iter(["cmdline"]) if str(folder) in str(p.info)]
+    def of_ours() -> set[int]:
+        return {each.pid for each in psutil.process_iter(["cmdline"]) if str(folder) in str(each.info)}
 
-    process = subprocess.Popen(tune, env=env, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(tune, **how, start_new_session=True, stdout=subprocess.DEVNULL)
     wait_for(lambda: len(rows()) == 1)
     # The next variant is at work. Its PID may be the lower one: PIDs start again at 32768.
-    wait_for(lambda: any(each.pid != process.pid for each in of_ours()))
+    wait_for(lambda: of_ours() - {process.pid})
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     wait_for(lambda: not of_ours(), 60)  # what it had started ends by itself
     (first,) = rows()
 
-    how = dict(env=env, cwd=ROOT, capture_output=True, text=True, timeout=2 * SCRIPT_SECONDS)
-    done = succeeded(subprocess.run(tune, **how))
+    done = succeeded(subprocess.run(tune, **how, capture_output=True, text=True, timeout=2 * SCRIPT_SECONDS))
     assert rows()[0] == first  # it was not measured again
     measured, _, table = done.stdout.partition("ms a step  runs")
     assert "the profile's own: " not in measured, done.stdout

@@ -1,5 +1,4 @@
-"""The counted peaks of a decode and of an encoding against the kernel's figure for a process that
-does it."""
+"""The counted peaks of a decode and of an encoding against the kernel's figure for a process that does it."""
 
 import pytest
 import torch
@@ -24,8 +23,7 @@ CASES = {
     "encoded in tiles": ("encode", (89, 128, 256), torch.float32),
     "encoded in bfloat16": ("encode", (25, 256, 384), BFLOAT16),
 }
-# Memory that glibc keeps after it is freed, by a moving threshold, is not the model's. The constant
-# M_MMAP_THRESHOLD is -3.
+# Memory that glibc keeps after it is freed, by a moving threshold, is not the model's. M_MMAP_THRESHOLD is -3.
 SCRIPT = f"""
 import ctypes
 ctypes.CDLL(None).mallopt(-3, 262144)
@@ -45,12 +43,6 @@ def status(field):
     line = Path("/proc/self/status").read_text().split(field + ":")[1]
     return int(line.split()[0]) * 1024
 
-def made(configurator, host_model, own_config):
-    model = configurator.from_config(config).bfloat16().eval().requires_grad_(False)
-    for weight in model.state_dict().values():
-        weight.fill_(0.01)  # the statistics' memory may hold NaN
-    return host_model(own_config(config), model.state_dict(), dtype)
-
 def decode(*latent):
     deque(host.decode_video(torch.randn(1, WIDTH, *latent)), maxlen=2)  # one is encoded and one waits
 
@@ -63,13 +55,18 @@ torch.set_num_threads({THREADS})
 config = merge(released_config(), {NARROW})
 WIDTH = config["vae"]["latent_channels"]
 what, dtype = sys.argv[1], getattr(torch, sys.argv[2])
+kinds = {{
+    "decode": (decode, (1, 1, 1), VideoDecoderConfigurator, host_decoder, video_decoder_config),
+    "encode": (encode, (1, 32, 32), VideoEncoderConfigurator, host_encoder, video_encoder_config),
+}}
+run, smallest, configurator, host_model, own_config = kinds[what]
+theirs = configurator.from_config(config).bfloat16().eval().requires_grad_(False)
+for weight in theirs.state_dict().values():
+    weight.fill_(0.01)  # the statistics' memory may hold NaN
+model = host_model(own_config(config), theirs.state_dict(), dtype)
+del theirs
 host = HostModels("", config, torch.float32 if what == "decode" else dtype, host_dtype=dtype)
-if what == "decode":
-    run, smallest = decode, (1, 1, 1)
-    model = host.video_decoder = made(VideoDecoderConfigurator, host_decoder, video_decoder_config)
-else:
-    run, smallest = encode, (1, 32, 32)
-    model = host.video_encoder = made(VideoEncoderConfigurator, host_encoder, video_encoder_config)
+setattr(host, f"video_{{what}}r", model)
 run(*smallest)
 before = status("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")
@@ -84,8 +81,5 @@ def test_the_peak_of_a_process_is_the_counted_one(tmp_path, what, shape, dtype):
     path.write_text(SCRIPT)
     words = [path, what, str(dtype).removeprefix("torch."), *shape]
     measured = int(succeeded(warm_python.run([*map(str, words)], ROOT, SCRIPT_SECONDS)).stdout)
-    if what == "decode":
-        counted = decode_bytes(config, shape, THREADS, dtype)
-    else:
-        counted = encode_bytes(config, shape, THREADS, dtype, dtype)
-    assert measured == pytest.approx(counted, rel=TOLERANCE)
+    count, more = (decode_bytes, ()) if what == "decode" else (encode_bytes, (dtype,))
+    assert measured == pytest.approx(count(config, shape, THREADS, dtype, *more), rel=TOLERANCE)

@@ -1,12 +1,12 @@
 """A batch of lines of all kinds, each on weights of its own: each line is its single run bit for bit."""
 
+import engines
 import pytest
 import torch
-from engines import opened_engine, opened_workspace
+from engines import ONE, TWO, assert_same, each_alone, latents, swaps
 from helpers import made_film, one_thread, randn  # noqa: F401
 from jobs import make_job, read_clip, read_voice
 from safetensors.torch import save_file
-from swapping import ONE, TWO, assert_same, each_alone, jobs_of_three_sets, latents, opened, swaps
 
 from ltx_neuron.artifacts import build
 from ltx_neuron.job import Job, Size
@@ -20,7 +20,7 @@ SPOKEN = StreamGuidance(cfg_scale=7.0, stg_scale=1.0, stg_blocks=(0,))
 @pytest.fixture(scope="module")
 def mixed(tiny, tmp_path_factory) -> list[Job]:
     """A line of each kind, those of two IC-LoRAs apart from each other."""
-    jobs = jobs_of_three_sets(tiny, tmp_path_factory.mktemp("jobs"))
+    jobs = engines.jobs_of_three_sets(tiny, tmp_path_factory.mktemp("jobs"))
     first, second = jobs[0].loras, jobs[1].stage_1_loras
     masked = {name: getattr(jobs[1], name) for name in ("references", "attention_mask")}
     film = masked["references"][0].path
@@ -50,7 +50,7 @@ def mixed(tiny, tmp_path_factory) -> list[Job]:
 
 @pytest.fixture(scope="module")
 def engine_of(tiny, mixed, artifacts):
-    with opened(mixed, tiny, artifacts) as anew:
+    with engines.opened(mixed, tiny, artifacts) as anew:
         yield anew
 
 
@@ -74,10 +74,10 @@ def test_ranks_encode_each_prompt_with_the_connectors_of_its_jobs_lora(tiny, tmp
     jobs = [make_job("rain on a roof", ONE, loras=loras), make_job("rain on a roof", ONE)]
 
     def contexts(**options) -> list[torch.Tensor]:
-        workspace = opened_workspace(tiny, artifacts, settings=["text_buckets=128,1024"])
+        workspace = engines.opened_workspace(tiny, artifacts, settings=["text_buckets=128,1024"])
         build.make(workspace, workspace.weight_sets("gemma3", map(workspace.text_loras, jobs)))
         build.make(workspace, workspace.text_graphs())
-        with opened_engine(workspace, tiny, cache_prompts=False, **options) as engine:
+        with engines.opened_engine(workspace, tiny, cache_prompts=False, **options) as engine:
             return [run.contexts[0].video for run in engine.encode(jobs)]
 
     ranks, host = contexts(neuron_gemma=True), contexts()
