@@ -1,8 +1,6 @@
-"""LTX-2.5 has one file per part: each is known by its metadata, found in the download, and refused with another
-release's model. LTX-2.3 as others publish it is read as the published file is."""
+"""Files are known by their metadata, found in a download, refused with another release's model, and read in parts."""
 
 import json
-import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +31,7 @@ from ltx_neuron.sampling.size import Size
 from ltx_neuron.text.inputs import embedded_tokenizer, load_tokenizer, tokenize
 from ltx_neuron.weights.checkpoint import Checkpoint, Source
 from ltx_neuron.weights.lora import Lora
-from ltx_neuron.weights.model_files import ModelFiles, TextEncoderFile, kind_of, located, named_release
+from ltx_neuron.weights.model_files import ModelFiles, TextEncoderFile, kind_of, located
 from ltx_neuron.weights.sharding import SHARDED_MODELS
 from ltx_neuron.weights.tensorfile import TensorFile
 
@@ -60,24 +58,12 @@ def workspace(checkpoint: Path, gemma: Path | None = None, **paths) -> Workspace
 # --- what a file is, and where it is --------------------------------------------------------------
 
 
-def test_metadata_tell_the_kind_of_a_file_whatever_its_name(split, tiny, tmp_path):
-    kinds = {"distilled": "transformer", "dev": "transformer", "text_encoder": "gemma"}
-    kinds |= {"video_vae": "video_vae", "diffusion_vae": "video_vae", "audio_vae": "audio_vae", "lora": "lora"}
-    kinds |= {"spatial_upsampler": "spatial", "temporal_upsampler": "temporal", "duration_head": "duration_head"}
-    for number, (name, kind) in enumerate(kinds.items()):
-        renamed = tmp_path / f"{number}.safetensors"
-        os.symlink(getattr(split, name), renamed)
-        assert kind_of(TensorFile(renamed, "")) == kind
-    assert kind_of(TensorFile(tiny.checkpoint, "")) == "transformer"
-    assert RELEASED.keys() == {*kinds.values(), "distilled", "dev"} - {"transformer"}
-
-
 def test_the_folder_of_a_download_has_the_transformer_of_each_recipe_and_all_other_files(split):
     assert located(split.folder, "distilled") == split.distilled
     files = ModelFiles(located(split.folder, "dev"))
     assert files.checkpoint.path == split.dev
     assert located(split.folder, "gemma") == files.find("gemma") == split.text_encoder
-    for kind in ("audio_vae", "spatial_upsampler", "temporal_upsampler"):
+    for kind in ("audio_vae", "spatial_upsampler", "temporal_upsampler", "duration_head", "lora"):
         assert files.find(kind.removesuffix("_upsampler")) == getattr(split, kind)
     # Of two video VAEs the convolutional one decodes unless the other is typed.
     assert files.describe_decoder() == f"convolutional, from {split.video_vae}"
@@ -104,10 +90,6 @@ def test_the_parts_have_the_config_and_the_tensors_of_a_whole_checkpoint(split, 
         assert names[0] == names[1]
     name = "vae.decoder.conv_in.conv.weight"
     assert torch.equal(files.of("vae").read(name), load_file(split.video_vae)[name.removeprefix("vae.")])
-    opened = workspace(split.distilled)
-    for model in ("dit", "gemma3", "vae"):
-        for need in opened.weight_sets(model):
-            assert build.weight_bytes(opened, need) > 0  # UserError unless the tensors are the model's
 
 
 # --- mixtures; more of them, with what to type: unit/project/test_download_commands.py -----------
@@ -135,6 +117,8 @@ def test_a_lora_of_another_release_is_merged_with_a_note_if_its_layers_fit(split
     for path in (lora, named):
         (note,) = workspace(split.dev).source("dit", (Lora(path),)).notes
         assert note.startswith(f"--lora {path} is of LTX-2.3, the model of LTX-2.5: it is merged, as all its layers")
+    changed(split.lora, named, model_version="2.5.0")  # metadata count more than a name
+    assert workspace(split.dev).source("dit", (Lora(named),)).notes == []
 
 
 def test_a_missing_part_names_its_flag_and_the_folder(split, tmp_path):
@@ -215,21 +199,10 @@ def test_files_with_the_names_of_transformers_and_of_comfyui_give_equal_weights(
     assert all(torch.equal(flat.tensor(name), other.tensor(name)) for name in flat.names)
 
 
-def test_the_release_in_the_metadata_counts_more_than_the_one_in_the_name(tmp_path):
-    for metadata, version in ((None, "2.3"), ({"model_version": "2.5.0"}, "2.5")):
-        save_file({"x": torch.zeros(1)}, path := tmp_path / "ltx-2.3-lora.safetensors", metadata)
-        release = named_release(TensorFile(path, ""))
-        assert release and release.version == version
-
-
 # --- LTX-2.3 as others publish it: relabelled, all in one, in parts -------------------------------
 
 MODELS = "dit", "gemma3", "vae", "encoder", "sound"
 DIT, PROJECTION = "model.diffusion_model.", "text_embedding_projection."
-
-
-def metadata(path: Path) -> dict[str, str]:
-    return dict(TensorFile(path, "").metadata)
 
 
 def read(opened: Workspace) -> dict[tuple[str, str], torch.Tensor]:
@@ -289,7 +262,7 @@ OTHERS = {
 
 def test_tensors_of_other_models_are_left_out_with_one_line_of_a_file_without_a_label(tiny, tmp_path, capsys, expected):
     path = tmp_path / "all in one.safetensors"
-    save_file(load_file(tiny.checkpoint) | OTHERS, path, {"config": metadata(tiny.checkpoint)["config"]})
+    save_file(load_file(tiny.checkpoint) | OTHERS, path, {"config": Checkpoint(tiny.checkpoint).metadata["config"]})
     assert_same(workspace(path, tiny.gemma_root), expected)
     workspace(path, tiny.gemma_root)
     workspace(tiny.checkpoint, tiny.gemma_root)  # of which nothing is printed
@@ -317,8 +290,8 @@ PARTS = {  # prefixes of tensors, and sections of the config
 def parted(tiny, folder: Path, names: dict[str, str], bare: str | None = None, whole_config: bool = False) -> dict:
     """The checkpoint in four files, by kind. bare: prefix of the transformer's names. whole_config: each file has
     the config of all, otherwise only its sections."""
-    tensors, message = load_file(tiny.checkpoint), metadata(tiny.checkpoint)
-    config, paths = json.loads(message["config"]), {}
+    tensors, metadata = load_file(tiny.checkpoint), Checkpoint(tiny.checkpoint).metadata
+    config, paths = json.loads(metadata["config"]), {}
     for kind, (prefixes, sections) in PARTS.items():
         own = {name: tensor for name, tensor in tensors.items() if name.startswith(prefixes)}
         if bare is not None and kind != "audio_vae":
@@ -327,15 +300,19 @@ def parted(tiny, folder: Path, names: dict[str, str], bare: str | None = None, w
         kept = config if whole_config else {name: config[name] for name in sections}
         paths[kind] = folder / names[kind]
         paths[kind].parent.mkdir(parents=True, exist_ok=True)
-        save_file(own, paths[kind], message | {"config": json.dumps(kept)} if kept else None)
+        save_file(own, paths[kind], metadata | {"config": json.dumps(kept)} if kept else None)
     return paths
 
 
 @pytest.mark.parametrize(
     ("names", "bare", "whole_config"), [(COMFY, None, True), (UNET, "diffusion_model.", True), (FLAT, "", False)]
 )
-def test_four_files_are_found_and_read_as_the_whole(tiny, tmp_path, expected, names, bare, whole_config):
+def test_four_files_are_found_and_read_as_the_whole_also_beside_those_of_another_release(
+    tiny, split, tmp_path, expected, names, bare, whole_config
+):
     paths = parted(tiny, tmp_path / "models", names, bare, whole_config)
+    for path in (split.video_vae, split.audio_vae):
+        shutil.copy(path, paths["video_vae"].parent)
     assert {kind: kind_of(TensorFile(path, "")) for kind, path in paths.items()} == {kind: kind for kind in paths}
     assert located(tmp_path / "models", "distilled") == paths["transformer"]
     opened = workspace(paths["transformer"], tiny.gemma_root)
@@ -367,13 +344,6 @@ def test_connectors_may_be_in_the_file_of_the_projection(tiny, tmp_path, expecte
     transformer, projection = load_file(paths["transformer"]), load_file(paths["text_projection"])
     for name in [name for name in transformer if "embeddings_connector" in name]:
         projection[prefix + name.removeprefix(DIT)] = transformer.pop(name)
-    save_file(transformer, paths["transformer"], metadata(paths["transformer"]))
+    save_file(transformer, paths["transformer"], TensorFile(paths["transformer"], "").metadata)
     save_file(projection, paths["text_projection"])
-    assert_same(workspace(paths["transformer"], tiny.gemma_root), expected)
-
-
-def test_of_a_folder_with_vaes_of_two_releases_that_of_the_transformer_is_taken(tiny, split, tmp_path, expected):
-    paths = parted(tiny, tmp_path, COMFY, whole_config=True)
-    for path in (split.video_vae, split.audio_vae):
-        shutil.copy(path, tmp_path / "vae" / path.name)
     assert_same(workspace(paths["transformer"], tiny.gemma_root), expected)
