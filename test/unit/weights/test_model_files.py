@@ -58,7 +58,7 @@ def workspace(checkpoint: Path, gemma: Path | None = None, **paths) -> Workspace
 # --- what a file is, and where it is --------------------------------------------------------------
 
 
-def test_the_folder_of_a_download_has_the_transformer_of_each_recipe_and_all_other_files(split):
+def test_the_folder_of_a_download_has_the_transformer_of_each_recipe_and_all_other_files(split, tmp_path):
     assert located(split.folder, "distilled") == split.distilled
     files = ModelFiles(located(split.folder, "dev"))
     assert files.checkpoint.path == split.dev
@@ -69,14 +69,11 @@ def test_the_folder_of_a_download_has_the_transformer_of_each_recipe_and_all_oth
     assert files.describe_decoder() == f"convolutional, from {split.video_vae}"
     typed = ModelFiles(split.dev, video_vae_path=split.diffusion_vae)
     assert typed.describe_decoder() == f"diffusion, from {split.diffusion_vae}"
-
-
-def test_a_single_transformer_is_that_of_any_recipe_and_of_two_one_must_be_named(split, tmp_path):
-    folder = tmp_path / "diffusion_models"
-    folder.mkdir()
-    shutil.copy(split.dev, folder / "model.safetensors")
-    assert located(tmp_path, "distilled") == folder / "model.safetensors"
-    shutil.copy(split.dev, folder / "other.safetensors")
+    # A single transformer is that of any recipe, and of two without a recipe in their names one must be named.
+    (tmp_path / "unet").mkdir()
+    shutil.copy(split.dev, tmp_path / "unet/model.safetensors")
+    assert located(tmp_path, "distilled") == tmp_path / "unet/model.safetensors"
+    shutil.copy(split.dev, tmp_path / "unet/other.safetensors")
     message = refused(lambda: located(tmp_path, "distilled"))
     assert "2 files for --checkpoint-path" in message and "other.safetensors" in message
 

@@ -156,25 +156,22 @@ def test_weights_that_all_ranks_have_are_one_file_and_sets_of_equal_files_are_st
 # --- runs that end early --------------------------------------------------------------------------
 
 
-def test_a_tensor_with_fewer_bytes_than_the_header_says_ends_the_run(source, tmp_path, monkeypatch):
-    """A file has its full length from the beginning: only what was written tells."""
-
-    def short(self, name, bounds):
-        return (piece[:-1] if name == "proj_out.bias" else piece for piece in PIECES(self, name, bounds))
-
-    monkeypatch.setattr(Source, "pieces", short)
-    with pytest.raises(RuntimeError, match=r"wrote \d+ bytes, the header says"):
-        write(source, tmp_path / "weights")
-    assert not (tmp_path / "weights" / MANIFEST).exists()
-
-
-def test_a_stopped_run_leaves_no_folder_and_no_earlier_set_as_finished(source, whole, tmp_path, interrupted):
+def test_a_run_that_ends_early_leaves_no_set_and_no_earlier_one(source, whole, tmp_path, interrupted, monkeypatch):
     new, copy = tmp_path / "new", shutil.copytree(whole, tmp_path / "weights")
     interrupted(LATE, stop)
     for folder in (new, copy):
         with pytest.raises(KeyboardInterrupt):
             write(source, folder, changed=True)
     assert not new.exists() and not is_finished(copy, IDENTITY) and not [*copy.iterdir()]
+
+    def short(self, name, bounds):
+        return (piece[:-1] if name == "proj_out.bias" else piece for piece in PIECES(self, name, bounds))
+
+    # A file has its full length from the beginning: only what was written tells.
+    monkeypatch.setattr(Source, "pieces", short)
+    with pytest.raises(RuntimeError, match=r"wrote \d+ bytes, the header says"):
+        write(source, new)
+    assert not (new / MANIFEST).exists()
 
 
 def test_after_a_kill_the_next_run_removes_what_was_left(source, whole, tmp_path, interrupted):
@@ -211,9 +208,6 @@ def test_a_second_run_waits_for_the_first_and_writes_the_set_if_that_failed(
     waiting = f"another process ({os.getpid()}) is writing {folder}; waiting for it"
     assert capsys.readouterr().out.count(waiting) == 1
     assert content(folder) == content(whole) and [*tmp_path.iterdir()] == [folder]
-
-
-# --- the disk -------------------------------------------------------------------------------------
 
 
 def test_a_disk_without_room_is_refused_before_the_first_byte(source, whole, tmp_path, monkeypatch):

@@ -214,8 +214,6 @@ def test_a_quantised_file_has_its_own_identity_verified_scales_and_a_line_in_pla
     assert f"; {line} (34 have a scale)" in checks._checkpoint(examination)
 
 
-# --- what is refused ------------------------------------------------------------------------------
-
 PARTS = {"weight": torch.ones(8, 4).to(FLOAT8), "bias": torch.ones(8).bfloat16()}
 PARTS |= {"weight_scale": torch.tensor(0.02), "input_scale": torch.tensor(0.02)}
 SCALED = {f"{name}.{part}": tensor.clone() for name in (QUERY, KEY) for part, tensor in PARTS.items()}
