@@ -73,18 +73,15 @@ def test_a_setting_that_fails_or_disagrees_is_not_kept_however_fast_it_is():
 
 
 # milliseconds of the profile's own and of the challenger, turn by turn -> whether it is kept
-@pytest.mark.parametrize(
-    ("own", "other", "kept"),
-    [
+def test_a_difference_below_the_noise_keeps_the_profiles_own():
+    for own, other, kept in (
         ([100, 101, 99], [80, 81, 80], True),
         ([100, 100, 100], [99, 99, 99], False),  # faster by less than 2 %
         ([100, 100, 100], [50, 50, 101], False),  # slower in one turn
         ([100, 130, 100], [85, 86, 85], False),  # by less than the own one's turns differ
         ([100, 130, 100], [60, 61, 60], True),
-    ],
-)
-def test_a_difference_below_the_noise_keeps_the_profiles_own(own, other, kept):
-    assert wins([(row(a), row(b)) for a, b in zip(own, other, strict=True)]) is kept
+    ):
+        assert wins([(row(a), row(b)) for a, b in zip(own, other, strict=True)]) is kept
 
 
 def test_stages_count_by_how_many_steps_a_generation_takes_of_them():
@@ -92,9 +89,8 @@ def test_stages_count_by_how_many_steps_a_generation_takes_of_them():
     assert replace(both, counts={"stage_1": 8, "stage_2": 3}).step_ms == (80 + 195) / 11
 
 
-@pytest.mark.parametrize(
-    ("dtype", "far", "own", "allowed"),
-    [
+def test_a_variants_distance_is_judged_by_the_dtype_and_by_the_own_ones():
+    for dtype, far, own, allowed in (
         ("float32", 9e-6, None, None),
         ("float32", 2e-5, 1e-9, 1e-5),
         ("bfloat16", 0.024, 0.01, None),  # within twice the own one's, and 0.005
@@ -102,24 +98,21 @@ def test_stages_count_by_how_many_steps_a_generation_takes_of_them():
         ("bfloat16", 0.9, 0.8, 0.1),  # where the own one is wrong too
         ("bfloat16", 0.02, None, None),  # where the own one failed
         ("bfloat16", float("nan"), 0.01, 0.025),
-    ],
-)
-def test_a_variants_distance_is_judged_by_the_dtype_and_by_the_own_ones(dtype, far, own, allowed):
-    exact = torch.ones(4)
-    problem = violation({"video": rel_l2(exact * (1 + far), exact)}, {"video": own} if own else {}, dtype)
-    assert bool(problem) == (allowed is not None)
-    if problem:
-        assert problem.startswith("differs: video is ")
-        assert float(problem.rpartition(" ")[2]) == pytest.approx(allowed)
+    ):
+        exact = torch.ones(4)
+        problem = violation({"video": rel_l2(exact * (1 + far), exact)}, {"video": own} if own else {}, dtype)
+        assert bool(problem) == (allowed is not None)
+        if problem:
+            assert problem.startswith("differs: video is ")
+            assert float(problem.rpartition(" ")[2]) == pytest.approx(allowed)
 
 
 NXD, BUFFER = {"neuronx-distributed": "0.19"}, f"environment.{COLLECTIVES_BUFFER}"
 BOTH, BLOCKS = NXD | {"torch-neuronx": "2.13.3"}, "blocks_per_graph"
 
 
-@pytest.mark.parametrize(
-    ("keys", "settings", "packages", "values"),
-    [
+def test_a_keys_other_values_are_tried_where_the_machine_has_them(monkeypatch):
+    for keys, settings, packages, values in (
         ("backend", "trn2.3xlarge backend=nxd", NXD, []),
         ("backend", "trn2.3xlarge backend=nxd", BOTH, ["torchdist"]),
         ("compile_backend", "cpu", {}, ["aot_eager", "inductor"]),
@@ -131,15 +124,13 @@ BOTH, BLOCKS = NXD | {"torch-neuronx": "2.13.3"}, "blocks_per_graph"
         (BLOCKS, "cpu", {}, ["1", "8", "12", "0"]),
         (BUFFER, "trn2.3xlarge", {}, ["41943040"]),
         (f"{BUFFER} compiler_flags.dit", "cpu", {}, []),
-    ],
-)
-def test_a_keys_other_values_are_tried_where_the_machine_has_them(monkeypatch, keys, settings, packages, values):
-    monkeypatch.setattr("os.cpu_count", lambda: 8)
-    monkeypatch.setattr(profiles, "package_version", packages.get)
-    monkeypatch.setattr(searching, "find_spec", packages.get)
-    name, *words = settings.split()
-    for key in keys.split():
-        assert searching.candidates(key, resolve(name, tuple(words)), 4, 48) == values
+    ):
+        monkeypatch.setattr("os.cpu_count", lambda: 8)
+        monkeypatch.setattr(profiles, "package_version", packages.get)
+        monkeypatch.setattr(searching, "find_spec", packages.get)
+        name, *words = settings.split()
+        for key in keys.split():
+            assert searching.candidates(key, resolve(name, tuple(words)), 4, 48) == values
 
 
 def test_only_cuts_of_the_depth_and_of_a_stages_tokens_are_tried_and_others_refused():
@@ -173,9 +164,8 @@ CFG = make_job("", SIZE, recipe="dev", guidance=Guidance(StreamGuidance(cfg_scal
 TWO_CHIPS, FOUR_CHIPS = (f"context_parallel={n} blocks_per_graph={4 * n}" for n in (2, 4))
 
 
-@pytest.mark.parametrize(
-    ("machine", "tp", "cores", "job", "first", "count"),
-    [
+def test_the_layouts_that_are_tried_are_those_that_the_machines_cores_allow():
+    for machine, tp, cores, job, first, count in (
         ("cpu", 2, 3, make_job("", SIZE), [], 0),
         ("cpu", 1, 2, make_job("", SIZE), ["context_parallel=2"], 1),
         ("cpu context_parallel=3", 1, 2, make_job("", SIZE), ["context_parallel=2"], 1),  # whatever was typed
@@ -185,16 +175,14 @@ TWO_CHIPS, FOUR_CHIPS = (f"context_parallel={n} blocks_per_graph={4 * n}" for n 
         ("trn2.48xlarge", 4, 64, make_job("", SIZE), [TWO_CHIPS, FOUR_CHIPS], 4),
         ("trn2.48xlarge", 4, 16, make_job("", SIZE), [TWO_CHIPS, FOUR_CHIPS], 2),
         ("trn2.48xlarge", 8, 64, make_job("", SIZE), [], 0),  # not context parallelism of pairs of chips
-    ],
-)
-def test_the_layouts_that_are_tried_are_those_that_the_machines_cores_allow(machine, tp, cores, job, first, count):
-    name, *settings = machine.split()
-    baseline, changes = searching.layout_candidates(resolve(name, tuple(settings)), tp, job, cores)
-    assert baseline.items() >= dict(guidance_parallel="1", context_parallel="1").items()
-    layouts = [" ".join(f"{key}={value}" for key, value in change.items()) for change in changes]
-    assert layouts[: len(first)] == first and len(layouts) == count
-    for change in changes:  # can be typed
-        resolve(name, (*settings, *(f"{key}={value}" for key, value in (baseline | change).items())))
+    ):
+        name, *settings = machine.split()
+        baseline, changes = searching.layout_candidates(resolve(name, tuple(settings)), tp, job, cores)
+        assert baseline.items() >= dict(guidance_parallel="1", context_parallel="1").items()
+        layouts = [" ".join(f"{key}={value}" for key, value in change.items()) for change in changes]
+        assert layouts[: len(first)] == first and len(layouts) == count
+        for change in changes:  # can be typed
+            resolve(name, (*settings, *(f"{key}={value}" for key, value in (baseline | change).items())))
 
 
 def test_the_first_blocks_of_a_graph_take_the_same_weights(tmp_path):
@@ -344,20 +332,17 @@ def test_a_file_that_cannot_be_taken_stops_nothing_and_one_of_a_store_changes_on
         assert message in capsys.readouterr().out
 
 
-def test_a_tuning_with_other_versions_is_named_and_one_of_another_model_is_not(opened, capsys, monkeypatch):
-    choose(opened(), {"threads": "2"}, {})
-    assert opened(take=True, tp=4).tuned_settings is None and capsys.readouterr().out == ""
-    monkeypatch.setattr(tuned_settings.machine, "package_version", {"torch": "9.9"}.get)
-    assert opened(take=True).tuned_settings is None
-    assert "was tuned with other versions and is ignored" in capsys.readouterr().out
-
-
-def test_settings_that_are_gone_or_do_not_go_with_what_was_typed_are_left_out_with_a_sentence(opened, capsys):
+def test_what_does_not_fit_the_run_is_left_out_with_a_sentence(opened, capsys, monkeypatch):
     settings = choose(opened(), {"compile_backend": "aot_eager"}, {"attention": "nki_const_max"})
     assert settings.profile_of_run(resolve("cpu", ("device=cuda",))).compile_backend == "export"
     assert "tuned settings are ignored: --profile-set" in capsys.readouterr().out
     assert settings.profile_of_size(resolve("trn2.3xlarge"), make_job("", SIZE).buckets).attention == "nki"
     assert re.match("tuned settings are ignored:.*nki_const_max", capsys.readouterr().out)
+    # Of another model nothing is said; other versions are.
+    assert opened(take=True, tp=4).tuned_settings is None and capsys.readouterr().out == ""
+    monkeypatch.setattr(tuned_settings.machine, "package_version", {"torch": "9.9"}.get)
+    assert opened(take=True).tuned_settings is None
+    assert "was tuned with other versions and is ignored" in capsys.readouterr().out
 
 
 def test_commands_take_the_file_and_print_it_in_one_line_and_in_the_report(opened, capsys):
