@@ -125,8 +125,7 @@ def cut(path: Path) -> None:
     path.write_bytes(content[:-100])
 
 
-TWO_STAGE = "--two-stage --spatial-upsampler-path {spatial}"
-DEV = f"--recipe dev {TWO_STAGE} --distilled-lora {{lora}}"
+DEV = "--recipe dev --two-stage --spatial-upsampler-path {spatial} --distilled-lora {lora}"
 DIT, GEMMA = "model.diffusion_model.", "gemma/model.safetensors"
 # The broken file, how it is broken, words of the error, and flags of the job that reads it
 BROKEN = [
@@ -144,7 +143,6 @@ BROKEN = [
     ("image", text, "--audio-path", "--audio-path {image}"),
     ("image", Path.unlink, "--video-path", "--video-path {image} 0 1"),
     ("spatial", text, "cannot be read", "--ic-lora {lora} --video-conditioning {spatial} 1"),
-    ("temporal", Path.unlink, "no such file", "--duration-head-path {temporal}"),
 ]
 
 

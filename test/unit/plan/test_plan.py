@@ -443,8 +443,7 @@ def test_a_download_of_ltx_2_5_is_planned_with_its_files_in_json_of_the_document
 
 
 def test_a_warm_clip_on_trn2_takes_ten_seconds_where_the_ranks_decode(clip):
-    """By the forecast's middle, decoding at 40 % of the documented peak; what the host does beside it, sound too, is
-    assumed."""
+    """By the forecast's middle, decoding at 40 % of the documented peak; what the host does beside it is assumed."""
     clip_plan = clip(profile=replace(TRN2, resident=True), neuron_gemma=True, neuron_vae=True)
     rows = {(row.name, row.where): row for row in clip_plan.rows}
     steps, decoding = rows["denoise_stage_1", "device"], rows["decode_video", "device"]

@@ -42,8 +42,7 @@ def row(ms: float, problem: str = "", settings: dict = OWN, turn: int = 0) -> Me
 
 
 def best_of(step_ms) -> tuple[dict, list]:
-    """The settings that a search of three rounds keeps, and what it measured. step_ms(settings, turn) gives the
-    milliseconds of a step, or why there are none."""
+    """What a search of three rounds keeps and measures. step_ms(settings, turn): milliseconds, or why none."""
     measured = []
 
     def measure(settings: dict, turn: int) -> Measurement:
@@ -310,9 +309,7 @@ def test_a_size_tuned_under_other_settings_of_the_run_is_not_taken(opened):
     assert dit_identity(workspace, Size(96, 64, 9))["attention"] == "sdpa"
 
 
-def test_a_file_that_cannot_be_taken_stops_nothing_and_one_of_a_store_changes_only_what_a_tuning_chooses(
-    opened, capsys
-):
+def test_a_file_of_a_store_changes_only_what_a_tuning_chooses_and_a_damaged_one_nothing(opened, capsys):
     foreign = {"environment.LD_PRELOAD": "x.so", "vae_tile": "64", "nonsense": "x"}
     settings = choose(opened(), foreign | {"threads": "2"}, foreign)
     assert opened(take=True).profile.settings == ("threads=2",)

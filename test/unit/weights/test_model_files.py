@@ -198,13 +198,12 @@ def test_files_with_the_names_of_transformers_and_of_comfyui_give_equal_weights(
 
 # --- LTX-2.3 as others publish it: relabelled, all in one, in parts -------------------------------
 
-MODELS = "dit", "gemma3", "vae", "encoder", "sound"
-DIT, PROJECTION = "model.diffusion_model.", "text_embedding_projection."
+DIT = "model.diffusion_model."
 
 
 def read(opened: Workspace) -> dict[tuple[str, str], torch.Tensor]:
-    sources = {model: opened.source(model) for model in MODELS}
-    for model in MODELS:
+    sources = {model: opened.source(model) for model in ("dit", "gemma3", "vae", "encoder", "sound")}
+    for model in sources:
         build.check_weights(opened, model)
     return {(model, name): source.tensor(name) for model, source in sources.items() for name in source.names}
 
@@ -221,23 +220,17 @@ def assert_same(opened: Workspace, expected: dict) -> None:
     assert opened.config["vae"] and opened.config["vocoder"]
 
 
-LABELS = "", "v2.3.0", "ltx-2.3-dev", "ltx_2_3", "2.3.rc1", " 2.3.0 ", "LTX 2.3 22B", "v1", "sulphur-3.1"
-
-
 def test_the_config_tells_the_release_whatever_the_label(tiny, split):
     config, later = (Checkpoint(path).config["transformer"] for path in (tiny.checkpoint, split.distilled))
-    for labels, content, release in ((LABELS, config, "2.3"), (("", "v2.5.0", "LTX-2.5", "mine"), later, "2.5")):
+    of_2_3 = "", "v2.3.0", "ltx-2.3-dev", "ltx_2_3", "2.3.rc1", " 2.3.0 ", "LTX 2.3 22B", "v1", "sulphur-3.1"
+    for labels, content, release in ((of_2_3, config, "2.3"), (("", "v2.5.0", "LTX-2.5", "mine"), later, "2.5")):
         for label in labels:
             found, version = identified(label, content)
             assert found and found.version == release and version, label
     older = {name: value for name, value in config.items() if name != "cross_attention_adaln"}
     first = {name: value for name, value in older.items() if name != "audio_num_attention_heads"}
-    for label, content, message in (
-        ("1.1", older, "2.0, by its config"),
-        ("", first, "0.9 (LTX-Video), by its"),
-        ("v3.0", config, "v3.0"),
-        ("2.30.0", config, "2.30.0"),
-    ):
+    of_others = ("1.1", older, "2.0, by its config"), ("", first, "0.9 (LTX-Video), by its")
+    for label, content, message in (*of_others, ("v3.0", config, "v3.0"), ("2.30.0", config, "2.30.0")):
         found, version = identified(label, content)
         assert found is None and version.startswith(message)
     assert parse_release("2.30") is None and parse_release("12.3") is None
@@ -276,20 +269,18 @@ COMFY = {  # the folders of ComfyUI, and names in use
 }
 UNET = COMFY | {"transformer": "unet/ltx-2.3-22b-distilled.safetensors"}
 FLAT = {kind: f"{kind}.safetensors" for kind in COMFY}
-PARTS = {  # prefixes of tensors, and sections of the config
-    "transformer": ((DIT,), ("transformer", "scheduler")),
-    "video_vae": (("vae.",), ("vae",)),
-    "audio_vae": (("audio_vae.", "vocoder."), ("audio_vae", "vocoder")),
-    "text_projection": ((PROJECTION,), ()),
-}
 
 
 def parted(tiny, folder: Path, names: dict[str, str], bare: str | None = None, whole_config: bool = False) -> dict:
-    """The checkpoint in four files, by kind. bare: prefix of the transformer's names. whole_config: each file has
-    the config of all, otherwise only its sections."""
+    """The checkpoint in four files. bare: prefix of the transformer's names. whole_config: of all, in each file."""
     tensors, metadata = load_file(tiny.checkpoint), Checkpoint(tiny.checkpoint).metadata
     config, paths = json.loads(metadata["config"]), {}
-    for kind, (prefixes, sections) in PARTS.items():
+    for kind, prefixes, sections in (
+        ("transformer", (DIT,), ("transformer", "scheduler")),
+        ("video_vae", ("vae.",), ("vae",)),
+        ("audio_vae", ("audio_vae.", "vocoder."), ("audio_vae", "vocoder")),
+        ("text_projection", ("text_embedding_projection.",), ()),
+    ):
         own = {name: tensor for name, tensor in tensors.items() if name.startswith(prefixes)}
         if bare is not None and kind != "audio_vae":
             cut = bare if kind == "transformer" else ""
@@ -304,11 +295,9 @@ def parted(tiny, folder: Path, names: dict[str, str], bare: str | None = None, w
 @pytest.mark.parametrize(
     ("names", "bare", "whole_config"), [(COMFY, None, True), (UNET, "diffusion_model.", True), (FLAT, "", False)]
 )
-def test_four_files_are_found_and_read_as_the_whole_also_beside_those_of_another_release(
-    tiny, split, tmp_path, expected, names, bare, whole_config
-):
+def test_four_files_beside_others_are_read_as_the_whole(tiny, split, tmp_path, expected, names, bare, whole_config):
     paths = parted(tiny, tmp_path / "models", names, bare, whole_config)
-    for path in (split.video_vae, split.audio_vae):
+    for path in (split.video_vae, split.audio_vae):  # of another release
         shutil.copy(path, paths["video_vae"].parent)
     assert {kind: kind_of(TensorFile(path, "")) for kind, path in paths.items()} == {kind: kind for kind in paths}
     assert located(tmp_path / "models", "distilled") == paths["transformer"]

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import helpers
 import pytest
@@ -69,12 +70,6 @@ def whole(source, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def small_pieces(monkeypatch):
-    """Pieces smaller than most tensors."""
-    monkeypatch.setattr(sharder, "_PIECE_BYTES", 500)
-
-
-@pytest.fixture
 def interrupted(monkeypatch):
     """interrupted(name, action): runs call action() when they come to a tensor; interrupted() ends that."""
 
@@ -89,11 +84,7 @@ def interrupted(monkeypatch):
     return patch
 
 
-def stop() -> None:
-    raise KeyboardInterrupt
-
-
-def test_a_set_is_the_same_bytes_in_one_pass_over_bounded_pieces(source, whole, tmp_path, small_pieces, monkeypatch):
+def test_a_set_is_the_same_bytes_in_one_pass_over_bounded_pieces(source, whole, tmp_path, monkeypatch):
     sizes, read, fsync, synced, folder = [], TensorFile.read, os.fsync, [], tmp_path / "weights"
 
     def counted(self, *args):
@@ -106,6 +97,7 @@ def test_a_set_is_the_same_bytes_in_one_pass_over_bounded_pieces(source, whole, 
             assert content(folder).keys() == {*file_names(TP)}
         fsync(descriptor)
 
+    monkeypatch.setattr(sharder, "_PIECE_BYTES", 500)  # smaller than most tensors
     monkeypatch.setattr(TensorFile, "read", counted)
     monkeypatch.setattr(os, "fsync", noted)
     assert write(source, folder) and folder in synced
@@ -158,7 +150,7 @@ def test_weights_that_all_ranks_have_are_one_file_and_sets_of_equal_files_are_st
 
 def test_a_run_that_ends_early_leaves_no_set_and_no_earlier_one(source, whole, tmp_path, interrupted, monkeypatch):
     new, copy = tmp_path / "new", shutil.copytree(whole, tmp_path / "weights")
-    interrupted(LATE, stop)
+    interrupted(LATE, Mock(side_effect=KeyboardInterrupt))
     for folder in (new, copy):
         with pytest.raises(KeyboardInterrupt):
             write(source, folder, changed=True)
@@ -188,9 +180,7 @@ def test_after_a_kill_the_next_run_removes_what_was_left(source, whole, tmp_path
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_second_run_waits_for_the_first_and_writes_the_set_if_that_failed(
-    source, whole, tmp_path, interrupted, capsys, fails
-):
+def test_a_second_run_waits_and_writes_the_set_if_the_first_failed(source, whole, tmp_path, interrupted, capsys, fails):
     folder, second = tmp_path / "weights", []
 
     def meanwhile() -> None:
@@ -198,7 +188,7 @@ def test_a_second_run_waits_for_the_first_and_writes_the_set_if_that_failed(
         second.append(pool.submit(write, source, folder))
         assert not wait(second, timeout=0.3).done
         if fails:
-            stop()
+            raise KeyboardInterrupt
 
     with ThreadPoolExecutor(1) as pool:
         interrupted(MIDDLE, meanwhile)
@@ -222,9 +212,7 @@ def test_a_disk_without_room_is_refused_before_the_first_byte(source, whole, tmp
 
 
 @pytest.mark.parametrize("reserves", [True, False])
-def test_rank_files_reserve_their_room_and_a_disk_that_fills_up_leaves_nothing(
-    source, whole, small_disk, small_pieces, interrupted, monkeypatch, reserves
-):
+def test_room_is_reserved_and_a_full_disk_keeps_nothing(source, whole, small_disk, interrupted, monkeypatch, reserves):
     folder, other = small_disk / "weights", small_disk / "other"
 
     def fill() -> None:
@@ -235,6 +223,7 @@ def test_rank_files_reserve_their_room_and_a_disk_that_fills_up_leaves_nothing(
     def unsupported(*_) -> None:
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
+    monkeypatch.setattr(sharder, "_PIECE_BYTES", 500)
     interrupted(MIDDLE, fill)
     if not reserves:
         monkeypatch.setattr(os, "posix_fallocate", unsupported)

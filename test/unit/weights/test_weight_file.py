@@ -92,14 +92,12 @@ def quantise(layout: str, tensors: dict, metadata: dict) -> dict:
         scale = tensors[key].float().abs().amax() / 448
         tensors[key] = (tensors[key].float() / scale).clamp(-448, 448).to(FLOAT8)
         plain[key] = (tensors[key].float() * scale).bfloat16()
-        beside = {"weight_scale": scale}
-        if layout == "comfy":
-            beside = {"scale_weight": scale[None], "scale_input": scale.clone()}
-        elif layout == "comfy_note":
-            beside["comfy_quant"] = note(**FORMAT, full_precision_matrix_mult=True)
-        else:
-            beside["input_scale"] = torch.tensor(0.02)
-        tensors |= {f"{name}.{part}": tensor for part, tensor in beside.items()}
+        beside = {
+            "comfy": {"scale_weight": scale[None], "scale_input": scale.clone()},
+            "comfy_note": {"weight_scale": scale, "comfy_quant": note(**FORMAT, full_precision_matrix_mult=True)},
+            "scaled": {"weight_scale": scale, "input_scale": torch.tensor(0.02)},
+        }
+        tensors |= {f"{name}.{part}": tensor for part, tensor in beside[layout].items()}
     if layout == "comfy":
         tensors["model.diffusion_model.scaled_fp8"] = torch.ones(2).to(FLOAT8)
     if layout == "scaled":
