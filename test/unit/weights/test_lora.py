@@ -69,9 +69,6 @@ def factors(path: Path, weight: str) -> tuple[torch.Tensor, torch.Tensor]:
     return tensors[layer + DOWN], tensors[layer + UP]
 
 
-# --- numbers --------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def files(tiny, tmp_path_factory) -> dict[str, Path]:
     """The tiny LoRA, one in float32, and one of another rank on some of the weights."""

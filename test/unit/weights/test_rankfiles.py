@@ -116,9 +116,6 @@ def test_a_manifest_that_names_a_file_outside_its_folder_is_refused(folder):
         rankfiles.rank_path(folder, 0)
 
 
-# --- files that were damaged anyhow ---------------------------------------------------------------
-
-
 def mutated(right: bytes, limit: int, chance: Random) -> bytes:
     """One of the things that happen to files; only the first `limit` bytes are changed, anything may be cut off."""
     at = chance.randrange(limit)
