@@ -87,6 +87,8 @@ def test_the_parts_have_the_config_and_the_tensors_of_a_whole_checkpoint(split, 
         assert names[0] == names[1]
     name = "vae.decoder.conv_in.conv.weight"
     assert torch.equal(files.of("vae").read(name), load_file(split.video_vae)[name.removeprefix("vae.")])
+    for model in ("dit", "gemma3", "vae"):
+        build.check_weights(workspace(split.distilled), model)
 
 
 # --- mixtures; more of them, with what to type: unit/project/test_download_commands.py -----------
