@@ -5,6 +5,7 @@ import os
 import pickle
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 
@@ -36,35 +37,23 @@ def test_a_mistake_in_fields_is_spelled_by_whoever_tells_it_and_travels_between_
         assert same.render(str.upper) == "SEED {height} 5 is too large for NUM_FRAMES"
 
 
-@pytest.mark.parametrize(
-    ("number", "path", "words"),
-    [
+def test_what_the_system_refuses_is_a_sentence_and_no_traceback(capsys):
+    for number, path, words in (
         (errno.EACCES, ["/a/b"], "/a/b: you may not read or write it, or not enter its folder\nChange the perm"),
         (errno.ESTALE, ["/a/b"], f"/a/b: {os.strerror(errno.ESTALE)}"),  # one without words of ours
         (errno.ENOSPC, [], "the disk is full"),
-    ],
-)
-def test_what_the_system_refuses_is_a_sentence_and_no_traceback(capsys, number, path, words):
-    def main():
-        raise OSError(number, os.strerror(number), *path)
-
-    with pytest.raises(SystemExit) as ending:
-        errors.run(main)
-    message = capsys.readouterr().err
-    assert ending.value.code == 2 and message.startswith(f"error: {words}")
-    assert "Traceback" not in message and ("Errno" not in message or number == errno.ENOSPC)
+    ):
+        with pytest.raises(SystemExit) as ending:
+            errors.run(Mock(side_effect=OSError(number, os.strerror(number), *path)))
+        message = capsys.readouterr().err
+        assert ending.value.code == 2 and message.startswith(f"error: {words}")
+        assert "Traceback" not in message and ("Errno" not in message or number == errno.ENOSPC)
 
 
-def test_an_error_of_the_system_that_is_about_no_path_keeps_its_traceback():
-    def main():
-        raise ConnectionResetError(errno.ECONNRESET, "reset")
-
-    with pytest.raises(ConnectionResetError):
-        errors.run(main)
-
-
-def test_the_streams_are_as_before_after_a_run(capsys):
+def test_an_error_that_is_about_no_path_keeps_its_traceback_and_the_streams_are_as_before(capsys):
     before = sys.stdout, sys.stderr
+    with pytest.raises(ConnectionResetError):
+        errors.run(Mock(side_effect=ConnectionResetError(errno.ECONNRESET, "reset")))
     errors.run(lambda: print("said"))
     assert (sys.stdout, sys.stderr) == before and capsys.readouterr().out == "said\n"
 

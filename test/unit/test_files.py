@@ -7,23 +7,16 @@ import signal
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import pytest
 import torch
 from helpers import exit_code, forked
 from safetensors.torch import load_file
 
+from ltx_neuron import files
 from ltx_neuron.errors import UserError
-from ltx_neuron.files import (
-    MAX_JSON_BYTES,
-    check_readable,
-    check_writable,
-    exclusive,
-    read_json,
-    remove_leftovers,
-    whole_file,
-)
-from ltx_neuron.weights.tensorfile import write_tensors
+from ltx_neuron.files import check_readable, check_writable, exclusive, read_json, remove_leftovers, whole_file
 
 
 def test_a_temporary_file_that_another_writer_removes_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
@@ -87,24 +80,24 @@ def test_what_a_killed_writer_left_is_removed_by_the_next_one_and_no_other_file(
 
 def test_tensors_are_read_as_they_were_written(tmp_path):
     tensors = {"turned": torch.arange(6.0).view(2, 3).T, "half": torch.ones(2).bfloat16()}
-    write_tensors(tmp_path / "a.safetensors", tensors, {"about": "these"})
+    files.write_tensors(tmp_path / "a.safetensors", tensors, {"about": "these"})
     read = load_file(tmp_path / "a.safetensors")
     assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
 
 
 def test_a_file_that_is_no_json_object_is_refused_by_name(tmp_path):
     path = tmp_path / "some.json"
-    with pytest.raises(UserError, match="some.json(.|\n)*no such file|no such file(.|\n)*some.json"):
+    with pytest.raises(UserError, match=r"some\.json cannot be read as JSON: no such file"):
         read_json(path)
     for content, message in (
-        (b"{", "cannot be read as JSON"),
-        (b"\xff\xfe", "cannot be read as JSON"),
-        (b"[" * 100_000, "cannot be read as JSON"),
-        (b"[1]", "got list, wanted a JSON object"),
-        (b" " * (MAX_JSON_BYTES + 1), f"wanted at most {MAX_JSON_BYTES}"),
+        (b"{", " cannot be read as JSON"),
+        (b"\xff\xfe", " cannot be read as JSON"),
+        (b"[" * 100_000, " cannot be read as JSON"),
+        (b"[1]", ": got list, wanted a JSON object"),
+        (b" " * (files.MAX_JSON_BYTES + 1), f" has .* wanted at most {files.MAX_JSON_BYTES}"),
     ):
         path.write_bytes(content)
-        with pytest.raises(UserError, match=rf"some\.json.* {message}|some\.json: {message}"):
+        with pytest.raises(UserError, match=rf"some\.json{message}"):
             read_json(path)
 
 
@@ -169,10 +162,8 @@ def test_of_many_processes_never_two_hold_a_lock(tmp_path):
 
 
 def test_a_file_system_without_locks_costs_a_warning(tmp_path, capsys, monkeypatch):
-    def cannot(*_):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", cannot)  # there is no such file system to test on
+    # There is no such file system to test on.
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))))
     with exclusive(tmp_path / "dit", "compiling"):
         assert f"{tmp_path} cannot be locked" in capsys.readouterr().out
 

@@ -20,24 +20,18 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_or_size_replaces_th
     assert not [file for file in first if file.endswith(".safetensors") and first[file] == second[file]]
 
 
-def test_a_directory_that_holds_a_real_gemma_is_refused(tmp_path):
+def test_a_folder_with_a_real_gemma_and_sizes_that_no_model_has_are_refused_before_anything_is_written(tmp_path):
+    for sizes, message in (
+        ({"head_dim": 7}, "an even head_dim"),
+        ({"layers": 0}, "layers >= 1"),
+        ({"gemma_vocab": 100}, "gemma_vocab >= 320"),
+        ({"gemma_kv_heads": 3}, "gemma_heads divisible by gemma_kv_heads; got 8 and 3"),
+    ):
+        with pytest.raises(UserError, match=message):
+            make_tiny(tmp_path, TinySizes(**sizes))
+    assert list(tmp_path.iterdir()) == []
     root = assets_in(tmp_path).gemma_root
     root.mkdir()
     with pytest.raises(UserError, match="contains gemma but no ltx-2.3-tiny.safetensors"):
         make_tiny(tmp_path)
     assert list(tmp_path.iterdir()) == [root]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ({"head_dim": 7}, "an even head_dim"),
-        ({"layers": 0}, "layers >= 1"),
-        ({"gemma_vocab": 100}, "gemma_vocab >= 320"),
-        ({"gemma_kv_heads": 3}, "gemma_heads divisible by gemma_kv_heads; got 8 and 3"),
-    ],
-)
-def test_sizes_the_models_cannot_have_are_refused_before_anything_is_written(sizes, message, tmp_path):
-    with pytest.raises(UserError, match=message):
-        make_tiny(tmp_path / "tiny", TinySizes(**sizes))
-    assert not (tmp_path / "tiny").exists()

@@ -5,7 +5,7 @@ from unittest.mock import Mock
 
 import pytest
 from engines import opened_workspace
-from helpers import picture_frames, tone, write_film, write_sound
+from helpers import picture_frames, write_film
 from jobs import make_job
 from typed import ended
 
@@ -16,6 +16,7 @@ from ltx_neuron.commands.prepare import ArtifactGroup, Preparation, parts_of
 from ltx_neuron.config.profiles import resolve
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Job, Size
+from ltx_neuron.report.progress import times_file
 from ltx_neuron.sampling.conditions import Retake, SoundCondition
 from ltx_neuron.weights.lora import Lora
 
@@ -24,13 +25,8 @@ SMALL, SMALL_FLAGS = Size(64, 64, 9), ["--height", "64", "--width", "64", "--num
 
 @pytest.fixture
 def job_flags(tiny, tmp_path) -> list[str]:
-    words = ["--checkpoint-path", str(tiny.checkpoint), "--gemma-root", str(tiny.gemma_root)]
-    words += ["--artifacts-dir", str(tmp_path / "artifacts")]
-    return [
-        *words,
-        *["--profile", "cpu", "--tp-degree", "1", "--dtype", "float32", "--recipe", "distilled"],
-        *SMALL_FLAGS,
-    ]
+    words = f"--checkpoint-path {tiny.checkpoint} --gemma-root {tiny.gemma_root} --artifacts-dir {tmp_path}/artifacts"
+    return [*f"{words} --profile cpu --tp-degree 1 --dtype float32 --recipe distilled".split(), *SMALL_FLAGS]
 
 
 def titles(workspace: Workspace, *jobs: Job, **options) -> list[str]:
@@ -49,18 +45,13 @@ def test_a_job_needs_its_weight_sets_its_graphs_and_what_runs_on_the_ranks(tiny,
 
 
 def test_jobs_share_what_is_the_same_and_a_given_sound_is_not_decoded(tiny, tmp_path):
-    without, workspace = (opened_workspace(tiny, tmp_path, settings=s) for s in ([], ["sound_on_ranks=true"]))
-    sound = SoundCondition("song.wav")
+    workspace, sound = opened_workspace(tiny, tmp_path, settings=["sound_on_ranks=true"]), SoundCondition("song.wav")
     jobs = (make_job("a", SMALL), make_job("b", SMALL, seed=4), make_job("c", Size(64, 96, 9), sound=sound))
     assert titles(workspace, *jobs, neuron_vae=True) == [
         *("DiT weights", "DiT graphs, 64x64, 9 frames", "DiT graphs, 64x96, 9 frames", "VAE weights"),
         *("video decoder graphs, 2x2x2 latents", "video decoder graphs, 2x2x3 latents"),
         "sound decoder graphs, 9 latents",
     ]
-    for where, models in ((without, 2), (workspace, 3)):
-        parts = parts_of(where, [jobs[0]], RunOptions(neuron_vae=True))
-        (weights,) = (part for part in parts if part.title == "VAE weights")
-        assert len(weights.folders) == models
     assert titles(workspace, jobs[2], neuron_vae=True)[-1] == "video decoder graphs, 2x2x3 latents"
 
 
@@ -80,25 +71,11 @@ def test_a_video_needs_the_encoder_where_it_may_stay_beside_the_transformer(tiny
         workspace.programs(workspace.decoder_graphs(job.latent_shape))
 
 
-def test_the_size_of_weights_is_known_before_they_are_written(tiny, tmp_path):
-    def weights() -> ArtifactGroup:
-        (part,) = [p for p in parts_of(workspace, [make_job("", SMALL)], RunOptions()) if p.size]
-        return part
-
-    workspace = opened_workspace(tiny, tmp_path)
-    part = weights()
-    assert part.bytes_there == 0
-    part.make()
-    written = [path for path in part.folders[0].iterdir() if path.suffix == ".safetensors"]
-    assert sum(path.stat().st_size for path in written) == part.size
-    assert weights().bytes_there > part.size  # and a manifest
-
-
 def shown(preparation: Preparation, title: str) -> str:
     return next(line for line in preparation.table().splitlines() if line.startswith(title))
 
 
-def test_times_are_those_of_the_last_preparation_or_measured_or_not_known(tiny, tmp_path):
+def test_times_are_those_of_the_last_preparation_or_measured_and_sizes_are_known_before(tiny, tmp_path):
     workspace, graphs = opened_workspace(tiny, tmp_path), "DiT graphs, 64x64, 9 frames"
     parts = parts_of(workspace, [make_job("", SMALL)], RunOptions())
     preparation = Preparation(workspace, parts, "prepare")
@@ -111,12 +88,17 @@ def test_times_are_those_of_the_last_preparation_or_measured_or_not_known(tiny, 
     assert "about 0 s" in shown(again, graphs)
     parts[1].folders[0].mkdir(parents=True)
     assert "partial" in shown(again, graphs)
+    weights = parts[0]
+    assert weights.bytes_there == 0
+    weights.make()
+    assert sum(path.stat().st_size for path in weights.folders[0].glob("*.safetensors")) == weights.size
+    assert weights.bytes_there > weights.size  # and a manifest
 
 
 def test_damaged_records_stop_nothing_and_on_neuron_the_time_of_compiling_is_not_measured(tiny, tmp_path):
     workspace = Workspace(tiny.checkpoint, resolve("trn2.3xlarge"), tmp_path, 4, "bfloat16")
     part = ArtifactGroup("DiT graphs", [], [], print)
-    file = Preparation(workspace, [part], "prepare")._file
+    file = times_file(tmp_path, "preparation")
     file.parent.mkdir(parents=True)
     file.write_text("{")
     preparation = Preparation(workspace, [part], "prepare")
@@ -152,29 +134,18 @@ def test_a_dry_run_writes_nothing_and_takes_flags_of_generate_and_the_lines_of_a
     assert not (tmp_path / "artifacts").exists()
 
 
-def test_what_cannot_be_generated_is_not_prepared(job_flags, tmp_path, capsys):
-    samples = (tone(16000, 1.0)[:1] * 2**15).short().numpy()
-    voice = write_sound(tmp_path / "voice.wav", samples, 16000, "pcm_s16le", "mono", "s16")
+def test_what_cannot_be_generated_has_no_room_or_is_stopped_says_what_to_type(job_flags, tmp_path, monkeypatch, capsys):
     for flags, message in (
-        (["--reference-audio", voice], "--reference-audio goes with --ic-lora"),
         (["--recipe", "dev", "--two-stage"], "needs --distilled-lora"),
         (["--num-workers", "0"], "wanted 1 or more"),
     ):
         assert ended("prepare", *job_flags, *flags) == 2
         assert message in capsys.readouterr().err
-
-
-def test_a_disk_without_room_is_refused_before_anything_is_made(job_flags, tmp_path, monkeypatch, capsys):
-    usage = files.shutil.disk_usage(tmp_path)._replace(free=1000)
-    monkeypatch.setattr(files.shutil, "disk_usage", lambda folder: usage)
-    assert ended("prepare", *job_flags) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "free_bytes", lambda folder: 1000)
+        assert ended("prepare", *job_flags) == 2
     printed = capsys.readouterr().err
-    assert "the weights need" in printed and "1.0 kB free" in printed
-    assert not (tmp_path / "artifacts").exists()
-
-
-def test_one_that_is_stopped_says_how_to_go_on(job_flags, monkeypatch, capsys):
+    assert "the weights need" in printed and "1.0 kB free" in printed and not (tmp_path / "artifacts").exists()
     monkeypatch.setattr(build, "shard_weights", Mock(side_effect=KeyboardInterrupt))
     assert ended("prepare", *job_flags) == 130
-    printed = capsys.readouterr().err
-    assert f"to continue, type: {invocation.command('prepare', *job_flags)}" in printed
+    assert f"to continue, type: {invocation.command('prepare', *job_flags)}" in capsys.readouterr().err

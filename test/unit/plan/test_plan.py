@@ -1,5 +1,4 @@
-"""A generation's plan at the release's sizes: memory, the forecast of a step, a clip's phases, and
-the layouts of a machine."""
+"""A generation's plan at the release's sizes: memory, the forecast of a step, a clip's phases, a machine's layouts."""
 
 import json
 import math
@@ -21,7 +20,7 @@ from ltx_neuron.config.profiles import COLLECTIVES_BUFFER, Chip, resolve
 from ltx_neuron.config.transformer import transformer_config
 from ltx_neuron.engine.run import Engine
 from ltx_neuron.errors import UserError
-from ltx_neuron.format import format_bytes
+from ltx_neuron.format import columns, format_bytes, format_flops, format_seconds
 from ltx_neuron.host import vae_memory
 from ltx_neuron.host.loading import checkpoint_spec
 from ltx_neuron.job import Job, Size
@@ -148,8 +147,8 @@ def test_a_published_step_is_in_our_range_and_in_the_docs_unless_its_stack_works
     assert (ours.low <= low and high <= ours.high) != bool(published["differs"])
     ms = f"{low:,}" if low == high else f"{low:,} to {high:,}"
     both = " to ".join(f"{float(f'{limit:.2g}'):,.0f}" for limit in (ours.low, ours.high))
-    columns = "x".join(map(str, size)), f"{published['tokens']:,}", f"TP {tp}{f', context {cp}' * (cp > 1)}", ms, both
-    row = f"| {' | '.join(columns)} | "
+    cells = "x".join(map(str, size)), f"{published['tokens']:,}", f"TP {tp}{f', context {cp}' * (cp > 1)}", ms, both
+    row = f"| {' | '.join(cells)} | "
     rows = [line for line in (ROOT / "docs/results.md").read_text().splitlines() if line.startswith(row)]
     source, date = published["source"].partition(",")[0], published["date"]
     row = next(line for line in rows if source in line and date in line)
@@ -200,10 +199,9 @@ def test_the_forecast_follows_divided_tokens_more_chips_and_scores_that_are_held
 
 
 def test_the_runtimes_buffer_holds_the_usual_sizes_sums_and_a_larger_one_names_its_setting(planned):
-    usual = planned()
+    usual, setting = planned(), f"environment.{COLLECTIVES_BUFFER}={192 * 2**20}"
     assert usual.stages[0].largest_collective_bytes == 48 * 2**20  # 6144 tokens of 4096 in bf16
     assert usual.collectives_buffer_bytes > 48 * 2**20 and COLLECTIVES_BUFFER not in table(usual)
-    setting = f"environment.{COLLECTIVES_BUFFER}={192 * 2**20}"
     assert f"--profile-set {setting}" in table(planned(LARGE))
     assert COLLECTIVES_BUFFER not in table(planned(LARGE, resolve("trn2.3xlarge", (setting,))))
     launches = 2 + 48 + 1  # head, blocks, tail; guide: rings that are too short are built again at every launch
@@ -278,28 +276,19 @@ LONGER, EARLIER = (inputs.Retake(FILE, extend=seconds, source_frames=241) for se
 IMAGES = inputs.ImageCondition(FILE), inputs.ImageCondition(FILE, 8)
 
 
-@pytest.mark.parametrize(
-    ("size", "fields", "pixels", "whole"),
-    [
-        # At the size of each stage.
-        ((*LONG, True), {"images": IMAGES}, (1, 512, 768), False),
-        (LONG, {"retake": RETAKE}, (121, 512, 768), False),
-        # What the windows of an extended video see; before its beginning a frame more, at the end of the clip.
-        ((512, 768, 41), {"retake": LONGER}, (17, 512, 768), False),
-        ((512, 768, 41), {"retake": EARLIER}, (25, 512, 768), False),
-        # Whole, and at the size of stage 1.
-        ((*LONG, True), {"references": (REFERENCE,)}, (121, 256, 384), True),
-        ((2176, 3840, 97), {"references": (REFERENCE,), "tile": True}, (97, 2176, 3840), False),  # so that it fits
-        # In tiles at the size of each stage.
-        ((*LONG, True), {"dubbing": REFERENCE}, (121, 512, 768), False),
-    ],
-)
-def test_the_hosts_memory_is_that_of_the_largest_clip_or_image_that_is_encoded(size, fields, pixels, whole):
-    """Of a run in bfloat16 in float32."""
-    in_float32 = replace(TRN2, host_dtype="float32")
-    host = planning._on_the_host(CONFIG, in_float32, job_of(size[:3], len(size) > 3, **fields), torch.bfloat16)
-    wanted = vae_memory.encode_bytes(CONFIG, pixels, TRN2.host_threads, torch.float32, torch.bfloat16, whole)
-    assert host["host_bytes_to_encode"] == wanted
+def test_the_hosts_memory_is_that_of_the_largest_clip_or_image_that_is_encoded():
+    for job, pixels, whole in (
+        (job_of(two_stage=True, images=IMAGES), (1, 512, 768), False),  # at the size of each stage
+        (job_of(retake=RETAKE), (121, 512, 768), False),
+        (job_of((512, 768, 41), retake=LONGER), (17, 512, 768), False),  # what its windows see
+        (job_of((512, 768, 41), retake=EARLIER), (25, 512, 768), False),  # a frame more, at the end of the clip
+        (job_of(two_stage=True, references=(REFERENCE,)), (121, 256, 384), True),  # whole, at the size of stage 1
+        (job_of((2176, 3840, 97), references=(REFERENCE,), tile=True), (97, 2176, 3840), False),  # so that it fits
+        (job_of(two_stage=True, dubbing=REFERENCE), (121, 512, 768), False),  # in tiles, at the size of each stage
+    ):
+        host = planning._on_the_host(CONFIG, replace(TRN2, host_dtype="float32"), job, torch.bfloat16)
+        wanted = vae_memory.encode_bytes(CONFIG, pixels, TRN2.host_threads, torch.float32, torch.bfloat16, whole)
+        assert host["host_bytes_to_encode"] == wanted
 
 
 LORAS, SMALLER = (Lora(FILE, 1.0),), ((256, 384, 25), True)
@@ -374,7 +363,7 @@ def test_a_job_is_planned_with_its_stages_tokens_weight_sets_and_phases(planned,
     assert ("attention scores  " in table(plan)) == (kind == "a mask")
 
 
-def test_the_scores_that_a_kernel_holds_are_planned_and_those_of_a_flash_kernel_are_none(planned):
+def test_scores_that_a_kernel_holds_and_one_attention_and_sum_more_for_nag_are_planned(planned):
     first, second = planned(KINDS["a mask"][0]).stages
     # In fp32 of half a head at once, of stage 1's tokens; written and read once in each block.
     assert (first.score_bytes_per_core, second.score_bytes_per_core) == (4 * 192**2 / 2, 0)
@@ -382,18 +371,13 @@ def test_the_scores_that_a_kernel_holds_are_planned_and_those_of_a_flash_kernel_
     assert first.score_ms == pytest.approx(seconds * 1e3)
     (held,) = planned((256, 256, 9), resolve("trn2.3xlarge", ("attention=matmul",))).stages
     assert held.score_bytes_per_core == 4 * 8 * held.video_tokens**2 <= held.activation_bytes_per_core
-    (plain,) = planned().stages
-    assert plain.score_bytes_per_core == plain.score_ms == 0
-
-
-def test_normalized_guidance_is_planned_with_one_attention_and_one_sum_more_in_each_block(planned):
     (plain,), (nag,) = planned().stages, planned(KINDS["NAG"][0]).stages
+    assert plain.score_bytes_per_core == plain.score_ms == 0  # a flash kernel's
     assert nag.passes == 1 and nag.collectives_per_step["count"] == 12 * 48
     # Keys and values of 1024 tokens, and their products with all queries
     more = 48 * 4 * 1024 * (4096 * (4096 + nag.video_tokens) + 2048 * (2048 + nag.audio_tokens))
     assert nag.flops_per_step - plain.flops_per_step == more
-    negative = 1024 * (4096 + 2048) * 2 + 3 * 4
-    assert nag.upload_bytes - plain.upload_bytes == negative
+    assert nag.upload_bytes - plain.upload_bytes == 1024 * (4096 + 2048) * 2 + 3 * 4
 
 
 def test_tiles_are_timed_in_turn_or_by_as_many_groups_as_there_are_and_stay_on_the_ranks(planned, clip):
@@ -433,11 +417,9 @@ def test_4k_in_tiles_is_planned_on_one_chip_and_shared_by_more_with_its_price_an
     assert max(map(len, text.splitlines())) <= 100
 
 
-def test_images_are_encoded_by_the_host_and_clips_but_not_references_by_ranks_with_neuron_vae(clip):
-    image = clip(KINDS["images"][0], neuron_vae=True).rows[1]
-    assert image.where == "host" and image.rate.startswith("images, 2, 3.4 TFLOP")
-    rows = [clip(KINDS[kind][0], neuron_vae=vae).rows[1] for kind, vae in (("a retake", False), ("a mask", True))]
-    assert [(row.name, row.where) for row in rows] == [("encode_inputs", "host")] * 2
+def test_with_neuron_vae_clips_but_neither_images_nor_references_are_encoded_by_ranks(clip):
+    rows = {kind: clip(KINDS[kind][0], neuron_vae=True).rows[1] for kind in ("images", "a mask")}
+    assert {row.where for row in rows.values()} == {"host"} and rows["images"].rate.startswith("images, 2, 3.4 TFLOP")
     row = clip(KINDS["a retake"][0], neuron_vae=True).rows[1]
     # Of 16 latents 10, then the rest with 3 of those, and one earlier than that. Two tiles on four ranks take
     # as long as four; of one ltx-core's encoder has 69.04 TFLOPs, as torch counts.
@@ -445,9 +427,7 @@ def test_images_are_encoded_by_the_host_and_clips_but_not_references_by_ranks_wi
     assert row.seconds == pytest.approx(4 * 69.04e12 / (0.4 * 667e12), rel=1e-3)
 
 
-def test_a_download_of_ltx_2_5_is_planned_with_its_files_and_json_is_one_object_with_the_documented_names(
-    split, capsys
-):
+def test_a_download_of_ltx_2_5_is_planned_with_its_files_in_json_of_the_documented_names(split, capsys):
     size = "--profile trn2.3xlarge --height 64 --width 64 --num-frames 9 --json --price-per-hour 2"
     words = ["--num-generated-keyframes", "3", "--video-vae-path", str(split.diffusion_vae)]
     main(["--checkpoint-path", str(split.folder), *size.split(), *words])
@@ -462,8 +442,7 @@ def test_a_download_of_ltx_2_5_is_planned_with_its_files_and_json_is_one_object_
 
 
 def test_a_warm_clip_on_trn2_takes_ten_seconds_where_the_ranks_decode(clip):
-    """By the forecast's middle, decoding at 40 % of the documented peak; what the host does beside it, sound too, is
-    assumed."""
+    """By the forecast's middle, decoding at 40 % of the documented peak; what the host does beside it is assumed."""
     clip_plan = clip(profile=replace(TRN2, resident=True), neuron_gemma=True, neuron_vae=True)
     rows = {(row.name, row.where): row for row in clip_plan.rows}
     steps, decoding = rows["denoise_stage_1", "device"], rows["decode_video", "device"]
@@ -478,9 +457,7 @@ def test_a_warm_clip_on_trn2_takes_ten_seconds_where_the_ranks_decode(clip):
     assert clip_plan.seconds <= 10 and clip_plan.batch_seconds == pytest.approx(clip_plan.seconds)
     assert "sound and MP4 on the host beside decoding" in clip_table(clip_plan)
     assert "the next clip waits for the MP4" in clip_table(clip_plan)
-
-
-def test_the_time_of_sound_on_the_ranks_is_not_known(clip):
+    # The time of sound on the ranks is not known.
     clip_plan = clip(profile=replace(TRN2, resident=True, sound_on_ranks=True), neuron_gemma=True, neuron_vae=True)
     (sound,) = (row for row in clip_plan.rows if row.name == "decode_audio")
     assert (sound.where, sound.seconds) == ("device", None) and clip_plan.seconds is None
@@ -495,11 +472,9 @@ def test_a_cold_start_reads_the_rank_files_and_loads_what_a_warm_clip_has_on_the
     names = [row.name for row in in_turn.rows]
     assert names == [*loads, "denoise_stage_1", "decode_video", "decode_audio", "encode_mp4"]
     assert sorted(names, key=PHASES.index) == names  # as in a latency report
-    assert [[row.name for row in clip_plan.cold] for clip_plan in (resident, in_turn, clip())] == [
-        ["read_weights", "load_gemma3", "load_transformer", "first_step"],
-        ["read_weights", "first_step"],  # the warm clip loads the models in turn
-        ["read_weights", "load_transformer", "first_step"],
-    ]
+    cold = [" ".join(row.name for row in clip_plan.cold) for clip_plan in (resident, in_turn, clip())]
+    assert cold[0] == "read_weights load_gemma3 load_transformer first_step"
+    assert cold[1:] == ["read_weights first_step", "read_weights load_transformer first_step"]
     seconds = {row.name: row.seconds for row in resident.cold}
     assert seconds["read_weights"] == pytest.approx(67.9e9 / (125 * 2**20), rel=1e-3)
     assert seconds["load_transformer"] == pytest.approx(37.17e9 / 2.7e9, rel=1e-3)
@@ -555,19 +530,16 @@ def test_a_machines_layouts_are_those_that_its_chips_and_the_recipes_passes_allo
     assert [row.chips for row in newer] == [1, 2, 4, 8, 16]
     for name, rows in (("trn2.48xlarge", guided), ("trn3", newer)):  # what a row names is a profile
         assert all(resolve(name, row.settings).cores_needed(4) == 4 * row.chips for row in rows)
+    of_trn2, of_trn3 = planned(SHORT), planned(SHORT, resolve("trn3", ("backend=torchdist",)))
+    assert of_trn3.hbm_limit_bytes_per_core == 36 * 2**30 and of_trn3.fits
+    assert of_trn3.ideal_step_ms == pytest.approx(of_trn2.ideal_step_ms * 667 / 671)
+    assert "\nnot tried: " in table(of_trn3) and "not tried" not in table(of_trn2)
     # One chip a clip takes the fewest chip-seconds, and its step the longest.
     assert min(guided, key=lambda row: row.chip_seconds[0]).name == "one chip"
     text = layout_table(guided, "trn2.48xlarge")
     assert "forecasts, not measured, from the faster to the slower rates" in text
     assert "most clips: one chip a clip, 16 at once" in text and max(map(len, text.splitlines())) <= 100
     assert f"shortest clip: {both}; type --profile trn2.48xlarge" in text
-
-
-def test_a_trainium3_is_planned_by_its_own_limits_and_said_to_be_not_tried(planned):
-    older, newer = planned(SHORT), planned(SHORT, resolve("trn3", ("backend=torchdist",)))
-    assert newer.hbm_limit_bytes_per_core == 36 * 2**30 and newer.fits
-    assert newer.ideal_step_ms == pytest.approx(older.ideal_step_ms * 667 / 671)
-    assert "\nnot tried: " in table(newer) and "not tried" not in table(older)
 
 
 def test_a_plan_follows_its_profiles_layout(planned):
@@ -580,8 +552,15 @@ def test_a_plan_follows_its_profiles_layout(planned):
     assert 0.25 < stage.compute_ms / alone.compute_ms < 0.3
     assert stage.forecast.middle < 0.55 * alone.forecast.middle
     assert stage.activation_bytes_per_core < 0.35 * alone.activation_bytes_per_core
-    assert four.hbm_bytes_per_core < one.hbm_bytes_per_core
     assert four.disk_bytes == one.disk_bytes and four.host_bytes_to_load == 4 * one.host_bytes_to_load
     text = table(four)
     assert "trn2.48xlarge-cp4, tp 4 x context parallel 4, 16 ranks, bfloat16" in text
     assert "145 of them, 926.6 MB received a rank" in text and " 5 at 2.0 to 7.8 ms " in text
+
+
+def test_a_table_aligns_text_at_its_start_and_has_numbers_in_units_that_a_person_reads():
+    rows = [("name", "seconds", "note"), ("a", "10.00", "long"), ("longer", "1.00", "")]
+    assert columns(rows, left=(0, -1)) == ["name    seconds  note", "a         10.00  long", "longer     1.00"]
+    assert [*map(format_bytes, (None, 0, 1500, 25e6, 37.17e9))] == ["-", "0 B", "1.5 kB", "25.0 MB", "37.17 GB"]
+    assert [*map(format_flops, (199e12, None))] == ["199.0 TFLOP", "-"]
+    assert [*map(format_seconds, (9.6, 720, 20160))] == ["10 s", "12 min", "5.6 h"]

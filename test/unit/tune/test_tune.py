@@ -40,9 +40,8 @@ def row(ms: float, problem: str = "", settings: dict = OWN, turn: int = 0) -> Me
     return Measurement(settings, turn, problem, 1.0, 1.0, steps, {"stage_1": 8}, {"s1_video": 1e-7})
 
 
-def best_of(step_ms, values: dict = VALUES) -> tuple[dict, list]:
-    """The settings that a search of three rounds keeps, and what it measured. step_ms(settings, turn) gives the
-    milliseconds of a step, or why there are none."""
+def best_of(step_ms) -> tuple[dict, list]:
+    """What a search of three rounds keeps and measures. step_ms(settings, turn): milliseconds, or why none."""
     measured = []
 
     def measure(settings: dict, turn: int) -> Measurement:
@@ -50,10 +49,7 @@ def best_of(step_ms, values: dict = VALUES) -> tuple[dict, list]:
         ms = step_ms(settings, turn)
         return row(0, ms, settings, turn) if isinstance(ms, str) else row(ms, "", settings, turn)
 
-    def others(key: str, best: dict) -> list[dict]:
-        return [{key: value} for value in values[key]]
-
-    return search(OWN, tuple(values), others, 3, measure), measured
+    return search(OWN, (*VALUES,), lambda key, _: [{key: value} for value in VALUES[key]], 3, measure), measured
 
 
 def test_a_keys_fastest_value_is_kept_and_the_next_key_is_tried_from_it():
@@ -75,18 +71,15 @@ def test_a_setting_that_fails_or_disagrees_is_not_kept_however_fast_it_is():
 
 
 # milliseconds of the profile's own and of the challenger, turn by turn -> whether it is kept
-@pytest.mark.parametrize(
-    ("own", "other", "kept"),
-    [
+def test_a_difference_below_the_noise_keeps_the_profiles_own():
+    for own, other, kept in (
         ([100, 101, 99], [80, 81, 80], True),
         ([100, 100, 100], [99, 99, 99], False),  # faster by less than 2 %
         ([100, 100, 100], [50, 50, 101], False),  # slower in one turn
         ([100, 130, 100], [85, 86, 85], False),  # by less than the own one's turns differ
         ([100, 130, 100], [60, 61, 60], True),
-    ],
-)
-def test_a_difference_below_the_noise_keeps_the_profiles_own(own, other, kept):
-    assert wins([(row(a), row(b)) for a, b in zip(own, other, strict=True)]) is kept
+    ):
+        assert wins([(row(a), row(b)) for a, b in zip(own, other, strict=True)]) is kept
 
 
 def test_stages_count_by_how_many_steps_a_generation_takes_of_them():
@@ -94,9 +87,8 @@ def test_stages_count_by_how_many_steps_a_generation_takes_of_them():
     assert replace(both, counts={"stage_1": 8, "stage_2": 3}).step_ms == (80 + 195) / 11
 
 
-@pytest.mark.parametrize(
-    ("dtype", "far", "own", "allowed"),
-    [
+def test_a_variants_distance_is_judged_by_the_dtype_and_by_the_own_ones():
+    for dtype, far, own, allowed in (
         ("float32", 9e-6, None, None),
         ("float32", 2e-5, 1e-9, 1e-5),
         ("bfloat16", 0.024, 0.01, None),  # within twice the own one's, and 0.005
@@ -104,53 +96,55 @@ def test_stages_count_by_how_many_steps_a_generation_takes_of_them():
         ("bfloat16", 0.9, 0.8, 0.1),  # where the own one is wrong too
         ("bfloat16", 0.02, None, None),  # where the own one failed
         ("bfloat16", float("nan"), 0.01, 0.025),
-    ],
-)
-def test_a_variants_distance_is_judged_by_the_dtype_and_by_the_own_ones(dtype, far, own, allowed):
-    exact = torch.ones(4)
-    problem = violation({"video": rel_l2(exact * (1 + far), exact)}, {"video": own} if own else {}, dtype)
-    assert bool(problem) == (allowed is not None)
-    if problem:
-        assert problem.startswith("differs: video is ")
-        assert float(problem.rpartition(" ")[2]) == pytest.approx(allowed)
+    ):
+        exact = torch.ones(4)
+        problem = violation({"video": rel_l2(exact * (1 + far), exact)}, {"video": own} if own else {}, dtype)
+        assert bool(problem) == (allowed is not None)
+        if problem:
+            assert problem.startswith("differs: video is ")
+            assert float(problem.rpartition(" ")[2]) == pytest.approx(allowed)
 
 
 NXD, BUFFER = {"neuronx-distributed": "0.19"}, f"environment.{COLLECTIVES_BUFFER}"
 BOTH, BLOCKS = NXD | {"torch-neuronx": "2.13.3"}, "blocks_per_graph"
 
 
-@pytest.mark.parametrize(
-    ("key", "settings", "packages", "values"),
-    [
-        ("backend", "cpu", {}, []),
+def test_a_keys_other_values_are_tried_where_the_machine_has_them(monkeypatch):
+    for keys, settings, packages, values in (
         ("backend", "trn2.3xlarge backend=nxd", NXD, []),
         ("backend", "trn2.3xlarge backend=nxd", BOTH, ["torchdist"]),
         ("compile_backend", "cpu", {}, ["aot_eager", "inductor"]),
-        ("compile_backend", "trn2.3xlarge", {}, []),
         ("threads", "cpu", {}, ["1", "4", "8"]),  # 2 are its share of 8 cores
-        ("threads", "trn2.3xlarge", {}, []),
-        ("attention", "cpu", {}, ["matmul"]),
+        ("compile_backend threads", "trn2.3xlarge", {}, []),
         ("attention", "trn2.3xlarge", {}, ["matmul"]),
         ("attention", "trn2.3xlarge attention=matmul", {}, []),
         ("attention", "trn2.3xlarge attention=matmul", {"nkilib": "1"}, ["nki"]),
         (BLOCKS, "cpu", {}, ["1", "8", "12", "0"]),
-        (BUFFER, "cpu", {}, []),
         (BUFFER, "trn2.3xlarge", {}, ["41943040"]),
-        ("compiler_flags.dit", "cpu", {}, []),
-    ],
-)
-def test_a_keys_other_values_are_tried_where_the_machine_has_them(monkeypatch, key, settings, packages, values):
-    monkeypatch.setattr("os.cpu_count", lambda: 8)
-    monkeypatch.setattr(profiles, "package_version", packages.get)
-    monkeypatch.setattr(searching, "find_spec", packages.get)
-    name, *words = settings.split()
-    assert searching.candidates(key, resolve(name, tuple(words)), 4, 48) == values
+        (f"{BUFFER} compiler_flags.dit", "cpu", {}, []),
+    ):
+        monkeypatch.setattr("os.cpu_count", lambda: 8)
+        monkeypatch.setattr(profiles, "package_version", packages.get)
+        monkeypatch.setattr(searching, "find_spec", packages.get)
+        name, *words = settings.split()
+        for key in keys.split():
+            assert searching.candidates(key, resolve(name, tuple(words)), 4, 48) == values
 
 
-def test_only_cuts_that_divide_the_depth_are_tried_and_each_once():
+def test_only_cuts_of_the_depth_and_of_a_stages_tokens_are_tried_and_others_refused():
     """At a cut depth every call must end with it, and the whole step cannot end early."""
+    cpu = resolve("cpu")
     for depth, layers, blocks in ((2, None, "1 0"), (12, None, "1 12 0"), (48, 4, "1"), (48, 8, "1 8")):
-        assert searching.candidates(BLOCKS, resolve("cpu"), 2, depth, layers) == blocks.split()
+        assert searching.candidates(BLOCKS, cpu, 2, depth, layers) == blocks.split()
+    check_layers(8, cpu, 48)
+    for layers in (0, 6, 52):
+        with pytest.raises(UserError, match=f"--layers {layers}: wanted a multiple of 4, .*most"):
+            check_layers(layers, cpu, 48)
+    with pytest.raises(UserError, match="whole step in one graph.*blocks_per_graph=1 as well"):
+        check_layers(4, resolve("cpu", ("blocks_per_graph=0",)), 48)
+    buckets = make_job("", Size(96, 96, 9)).buckets  # 18 tokens
+    for settings, tp, values in (((), 2, ["true"]), ((), 4, []), (("sequence_parallel=true",), 2, ["false"])):
+        assert searching.candidates("sequence_parallel", resolve("cpu", settings), tp, 48, buckets=buckets) == values
 
 
 def test_the_dits_compiler_flags_are_tried_and_each_compiles_to_graphs_of_its_own():
@@ -163,20 +157,13 @@ def test_the_dits_compiler_flags_are_tried_and_each_compiles_to_graphs_of_its_ow
     assert len({registry.identity(profile, "gemma3")["compiler_flags"] for profile in changed}) == 1
 
 
-def test_sequence_parallelism_is_tried_where_a_stages_tokens_divide():
-    buckets = make_job("", Size(96, 96, 9)).buckets  # 18 tokens
-    for settings, tp, values in (((), 2, ["true"]), ((), 4, []), (("sequence_parallel=true",), 2, ["false"])):
-        assert searching.candidates("sequence_parallel", resolve("cpu", settings), tp, 48, buckets=buckets) == values
-
-
 DEV = make_job("", SIZE, recipe="dev")  # four passes
 CFG = make_job("", SIZE, recipe="dev", guidance=Guidance(StreamGuidance(cfg_scale=3.0), StreamGuidance(cfg_scale=3.0)))
 TWO_CHIPS, FOUR_CHIPS = (f"context_parallel={n} blocks_per_graph={4 * n}" for n in (2, 4))
 
 
-@pytest.mark.parametrize(
-    ("machine", "tp", "cores", "job", "first", "count"),
-    [
+def test_the_layouts_that_are_tried_are_those_that_the_machines_cores_allow():
+    for machine, tp, cores, job, first, count in (
         ("cpu", 2, 3, make_job("", SIZE), [], 0),
         ("cpu", 1, 2, make_job("", SIZE), ["context_parallel=2"], 1),
         ("cpu context_parallel=3", 1, 2, make_job("", SIZE), ["context_parallel=2"], 1),  # whatever was typed
@@ -186,27 +173,14 @@ TWO_CHIPS, FOUR_CHIPS = (f"context_parallel={n} blocks_per_graph={4 * n}" for n 
         ("trn2.48xlarge", 4, 64, make_job("", SIZE), [TWO_CHIPS, FOUR_CHIPS], 4),
         ("trn2.48xlarge", 4, 16, make_job("", SIZE), [TWO_CHIPS, FOUR_CHIPS], 2),
         ("trn2.48xlarge", 8, 64, make_job("", SIZE), [], 0),  # not context parallelism of pairs of chips
-        ("trn2.3xlarge", 4, 4, make_job("", SIZE), [], 0),
-    ],
-)
-def test_the_layouts_that_are_tried_are_those_that_the_machines_cores_allow(machine, tp, cores, job, first, count):
-    name, *settings = machine.split()
-    baseline, changes = searching.layout_candidates(resolve(name, tuple(settings)), tp, job, cores)
-    assert baseline.items() >= dict(guidance_parallel="1", context_parallel="1").items()
-    layouts = [" ".join(f"{key}={value}" for key, value in change.items()) for change in changes]
-    assert layouts[: len(first)] == first and len(layouts) == count
-    for change in changes:  # can be typed
-        resolve(name, (*settings, *(f"{key}={value}" for key, value in (baseline | change).items())))
-
-
-def test_a_depth_that_no_call_ends_at_is_refused():
-    cpu = resolve("cpu")
-    check_layers(8, cpu, 48)
-    for layers in (0, 6, 52):
-        with pytest.raises(UserError, match=f"--layers {layers}: wanted a multiple of 4, .*most"):
-            check_layers(layers, cpu, 48)
-    with pytest.raises(UserError, match="whole step in one graph.*blocks_per_graph=1 as well"):
-        check_layers(4, resolve("cpu", ("blocks_per_graph=0",)), 48)
+    ):
+        name, *settings = machine.split()
+        baseline, changes = searching.layout_candidates(resolve(name, tuple(settings)), tp, job, cores)
+        assert baseline.items() >= dict(guidance_parallel="1", context_parallel="1").items()
+        layouts = [" ".join(f"{key}={value}" for key, value in change.items()) for change in changes]
+        assert layouts[: len(first)] == first and len(layouts) == count
+        for change in changes:  # can be typed
+            resolve(name, (*settings, *(f"{key}={value}" for key, value in (baseline | change).items())))
 
 
 def test_the_first_blocks_of_a_graph_take_the_same_weights(tmp_path):
@@ -270,10 +244,10 @@ def opened(tiny, tmp_path):
     """opened(*settings) is the workspace of a command line; take: one that takes the tuned settings."""
 
     def open_workspace(*settings: str, take: bool = False, tp: int = 2) -> Workspace:
-        words = ["--checkpoint-path", tiny.checkpoint, "--gemma-root", tiny.gemma_root, "--artifacts-dir", tmp_path]
-        words += ["--profile", "cpu", "--tp-degree", tp, "--dtype", "float32"]
-        words += [word for setting in settings for word in ("--profile-set", setting)]
-        return flags.workspace(flags.parser("", "", gemma=True).parse_args([*map(str, words)]), tuned=take)
+        words = f"--checkpoint-path {tiny.checkpoint} --gemma-root {tiny.gemma_root} --artifacts-dir {tmp_path}"
+        words += f" --profile cpu --tp-degree {tp} --dtype float32"
+        words += "".join(f" --profile-set {setting}" for setting in settings)
+        return flags.workspace(flags.parser("", "", gemma=True).parse_args(words.split()), tuned=take)
 
     return open_workspace
 
@@ -334,49 +308,37 @@ def test_a_size_tuned_under_other_settings_of_the_run_is_not_taken(opened):
     assert dit_identity(workspace, Size(96, 64, 9))["attention"] == "sdpa"
 
 
-# What lies where the file should be -> what is printed; the run goes on without it.
-STALE = [
-    ("{", "cannot be read as JSON"),
-    ('{"identity": {}, "run": {}, "sizes": {}}', "does not match its name"),
-    ({}, "is not a file of tuned settings ('sizes')"),
-    ({"sizes": {"a": {"run": {}}}}, "is not a file of tuned settings"),
-    ({"sizes": {}, "run": None}, "is not a file of tuned settings"),
-    ({"sizes": {}, "run": {"threads": 2}}, "a setting is not text"),
-]
-
-
-@pytest.mark.parametrize("content, message", STALE)
-def test_a_file_that_cannot_be_taken_stops_nothing(opened, capsys, content, message):
-    settings = choose(opened(), {"threads": "2"}, {})
-    if not isinstance(content, str):
-        content = json.dumps({"identity": settings.identity, "run": {}} | content)
-    settings.path.write_text(content)
-    workspace = opened(take=True)
-    assert workspace.tuned_settings is None and workspace.profile.threads == 0
-    assert message in capsys.readouterr().out
-
-
-def test_a_file_changes_nothing_that_a_tuning_does_not_choose(opened):
-    """It may come from a store."""
+def test_a_file_of_a_store_changes_only_what_a_tuning_chooses_and_a_damaged_one_nothing(opened, capsys):
     foreign = {"environment.LD_PRELOAD": "x.so", "vae_tile": "64", "nonsense": "x"}
-    choose(opened(), foreign | {"threads": "2"}, foreign)
+    settings = choose(opened(), foreign | {"threads": "2"}, foreign)
     assert opened(take=True).profile.settings == ("threads=2",)
+    for content, message in (
+        ("{", "cannot be read as JSON"),
+        ('{"identity": {}, "run": {}, "sizes": {}}', "does not match its name"),
+        ({}, "is not a file of tuned settings ('sizes')"),
+        ({"sizes": {"a": {"run": {}}}}, "is not a file of tuned settings"),
+        ({"sizes": {}, "run": None}, "is not a file of tuned settings"),
+        ({"sizes": {}, "run": {"threads": 2}}, "a setting is not text"),
+    ):
+        if not isinstance(content, str):
+            content = json.dumps({"identity": settings.identity, "run": {}} | content)
+        settings.path.write_text(content)
+        workspace = opened(take=True)
+        assert workspace.tuned_settings is None and workspace.profile.threads == 0
+        assert message in capsys.readouterr().out
 
 
-def test_a_tuning_with_other_versions_is_named_and_one_of_another_model_is_not(opened, capsys, monkeypatch):
-    choose(opened(), {"threads": "2"}, {})
-    assert opened(take=True, tp=4).tuned_settings is None and capsys.readouterr().out == ""
-    monkeypatch.setattr(tuned_settings.machine, "package_version", {"torch": "9.9"}.get)
-    assert opened(take=True).tuned_settings is None
-    assert "was tuned with other versions and is ignored" in capsys.readouterr().out
-
-
-def test_settings_that_are_gone_or_do_not_go_with_what_was_typed_are_left_out_with_a_sentence(opened, capsys):
+def test_what_does_not_fit_the_run_is_left_out_with_a_sentence(opened, capsys, monkeypatch):
     settings = choose(opened(), {"compile_backend": "aot_eager"}, {"attention": "nki_const_max"})
     assert settings.profile_of_run(resolve("cpu", ("device=cuda",))).compile_backend == "export"
     assert "tuned settings are ignored: --profile-set" in capsys.readouterr().out
     assert settings.profile_of_size(resolve("trn2.3xlarge"), make_job("", SIZE).buckets).attention == "nki"
     assert re.match("tuned settings are ignored:.*nki_const_max", capsys.readouterr().out)
+    # Of another model nothing is said; other versions are.
+    assert opened(take=True, tp=4).tuned_settings is None and capsys.readouterr().out == ""
+    monkeypatch.setattr(tuned_settings.machine, "package_version", {"torch": "9.9"}.get)
+    assert opened(take=True).tuned_settings is None
+    assert "was tuned with other versions and is ignored" in capsys.readouterr().out
 
 
 def test_commands_take_the_file_and_print_it_in_one_line_and_in_the_report(opened, capsys):
@@ -394,7 +356,7 @@ def test_commands_take_the_file_and_print_it_in_one_line_and_in_the_report(opene
 
 
 def test_a_typed_no_ignores_the_file_and_is_in_the_commands_that_depend_on_it(opened, capsys):
-    choose(opened(), {"threads": "2"}, {"attention": "matmul"})
+    path = choose(opened(), {"threads": "2"}, {"attention": "matmul"}).path
     workspace, job = opened("tuned=no", take=True), make_job("", SIZE)
     workspace.print_tuned(job.buckets)
     assert workspace.tuned_settings is None and capsys.readouterr().out == ""
@@ -404,47 +366,37 @@ def test_a_typed_no_ignores_the_file_and_is_in_the_commands_that_depend_on_it(op
     with pytest.raises(UserError) as error:
         workspace.dit_weights()
     assert IGNORING not in str(error.value)  # weights do not depend on it
-
-
-def test_graphs_compiled_before_the_tuning_are_named_with_what_to_type(opened, tmp_path):
-    before = dit_identity(opened())
-    write_json(artifacts.folder(tmp_path, before) / "manifest.json", {"identity": before})
-    path = choose(opened(), {}, {"attention": "matmul"}).path
-    workspace, job = opened(take=True), make_job("", SIZE)
-    other = dit_identity(workspace) | {"bucket": "v1-a1-t1-s8"}  # as near, and of another size
-    write_json(artifacts.folder(tmp_path, other) / "manifest.json", {"identity": other})
+    # Graphs compiled before the tuning, beside as near ones of another size, are named with what to type.
+    workspace, before = opened(take=True), dit_identity(opened())
+    for identity in (before, dit_identity(workspace) | {"bucket": "v1-a1-t1-s8"}):
+        write_json(artifacts.folder(workspace.artifacts, identity) / "manifest.json", {"identity": identity})
     with pytest.raises(UserError) as error:
         workspace.dit_program_for(job, job.stages[0])
     difference, make, tuned_line = str(error.value).splitlines()
     assert "attention: got sdpa, wanted matmul" in difference
     assert invocation.command("compile transformer") in make and "attention" not in make
-    assert tuned_line == f"tuned: attention=matmul ({path}; {IGNORING} ignores it)"
-
-
-# 64x64, 9 frames of the distilled recipe, and: what is typed -> what the refusal says
-REFUSED = [
-    ("--keys attention speed", "--keys speed: unknown; known: backend,"),
-    ("--limit 0", "--limit 0: wanted seconds above 0"),
-    ("--steps -1", "--steps -1: wanted 1 or more"),
-    ("--layouts -1", "--layouts -1: wanted 1 or more"),
-    ("--layers 1", "--layers 1: wanted a multiple of 2"),
-    ("--height 65", "--height 65 is not a multiple of 32"),
-    ("--guidance video_cfg=3", "recipe takes no --guidance video_cfg"),
-    ("--recipe dev --guidance video_stg_blocks=7", "video STG block 7: this model has"),
-    ("--recipe dev --nag-scale 11", "--nag-scale cannot"),
-    ("", "no dit weights in .*\nMake them: .* shard transformer "),
-]
+    assert tuned_line == f"tuned: threads=2 attention=matmul ({path}; {IGNORING} ignores it)"
 
 
 def tune(checkpoint: Path, folder: Path, *words: object) -> None:
-    common = ["--checkpoint-path", checkpoint, "--artifacts-dir", folder, "--profile", "cpu", "--recipe", "distilled"]
-    command.main([*map(str, common), *["--height", "64", "--width", "64", "--num-frames", "9"], *map(str, words)])
+    typed = f"--checkpoint-path {checkpoint} --artifacts-dir {folder} --profile cpu --recipe distilled"
+    command.main([*typed.split(), "--height", "64", "--width", "64", "--num-frames", "9", *map(str, words)])
 
 
-@pytest.mark.parametrize("words, message", REFUSED)
-def test_what_is_typed_wrongly_is_refused_before_anything_runs(tiny, tmp_path, words, message):
-    with pytest.raises(UserError, match=message):
-        tune(tiny.checkpoint, tmp_path, "--tp-degree", 2, *words.split())
+def test_what_is_typed_wrongly_is_refused_before_anything_runs(tiny, tmp_path):
+    for words, message in {
+        "--keys attention speed": "--keys speed: unknown; known: backend,",
+        "--limit 0": "--limit 0: wanted seconds above 0",
+        "--steps -1": "--steps -1: wanted 1 or more",
+        "--layouts -1": "--layouts -1: wanted 1 or more",
+        "--layers 1": "--layers 1: wanted a multiple of 2",
+        "--height 65": "--height 65 is not a multiple of 32",
+        "--recipe dev --guidance video_stg_blocks=7": "video STG block 7: this model has",
+        "--recipe dev --nag-scale 11": "--nag-scale cannot",
+        "": "no dit weights in .*\nMake them: .* shard transformer ",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            tune(tiny.checkpoint, tmp_path, "--tp-degree", 2, *words.split())
 
 
 def test_a_download_of_ltx_2_5_is_tuned_with_its_sampler_and_has_no_convolutions_to_time(split, tmp_path, monkeypatch):

@@ -1,31 +1,43 @@
-"""LoRAs of every trainer are merged to the bits of ltx-core's loader; what fits no weight is refused by its name."""
+"""LoRAs of every trainer are merged to the bits of ltx-core's loader, refused by name, and found by their content."""
 
 import json
 import os
 import re
+import shlex
 from functools import reduce
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
+from conftest import QUICK
+from engines import opened_workspace
 from golden.upstream import fused_state
 from helpers import one_thread, randn  # noqa: F401
-from jobs import make_job
+from jobs import make_job, replace
 from safetensors.torch import load_file, save, save_file
+from typed import parsed
 
-from ltx_neuron.artifacts import build
-from ltx_neuron.artifacts.workspace import RunOptions, Workspace
-from ltx_neuron.config.profiles import resolve
+from ltx_neuron import flags
+from ltx_neuron.artifacts import build, finished_weights
+from ltx_neuron.artifacts.workspace import RunOptions
+from ltx_neuron.commands import dispatch
+from ltx_neuron.engine.preflight import check_distilled_loras
 from ltx_neuron.engine.run import Engine
 from ltx_neuron.errors import UserError
+from ltx_neuron.hub import RELEASE_FILES
+from ltx_neuron.invocation import command
 from ltx_neuron.job import Job, Size
+from ltx_neuron.pipeline import LTXPipeline
 from ltx_neuron.report.latency import Recorder
+from ltx_neuron.weights import lora as lora_files
 from ltx_neuron.weights import model_files
 from ltx_neuron.weights.checkpoint import Checkpoint, Source
-from ltx_neuron.weights.lora import Lora, MergedSource, _fingerprint, identity_of
+from ltx_neuron.weights.lora import Lora, MergedSource, identity_of, reference_scale
 from ltx_neuron.weights.sharding import DIFFUSION, SHARDED_MODELS
 from ltx_neuron.weights.tensorfile import TensorFile
 
+ONE, TWO = Size(64, 64, 9), Size(64, 64, 9, two_stage=True)
 STRENGTH = 0.7  # no power of two, so that it matters when it is applied
 RANK = 4  # of the tiny LoRA
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
@@ -44,10 +56,6 @@ def merged(tiny, *loras: tuple[Path, float], model: str = "dit", checkpoint: Pat
     return MergedSource(SHARDED_MODELS[model], files, tuple(Lora(Path(path), s) for path, s in loras))
 
 
-def plain(tiny) -> Source:
-    return Source(SHARDED_MODELS["dit"], [Checkpoint(tiny.checkpoint)])
-
-
 def differing(a: Source, b: Source) -> set[str]:
     assert a.locations.keys() == b.locations.keys()
     return {name for name in a.locations if not torch.equal(a.tensor(name), b.tensor(name))}
@@ -62,9 +70,6 @@ def factors(path: Path, weight: str) -> tuple[torch.Tensor, torch.Tensor]:
     return tensors[layer + DOWN], tensors[layer + UP]
 
 
-# --- numbers --------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def files(tiny, tmp_path_factory) -> dict[str, Path]:
     """The tiny LoRA, one in float32, and one of another rank on some of the weights."""
@@ -77,10 +82,12 @@ def files(tiny, tmp_path_factory) -> dict[str, Path]:
     return {"tiny": tiny.lora, "float32": written(folder, wide, name="wide"), "other": written(folder, some)}
 
 
-ONE, TWO = ("tiny", STRENGTH), ("other", 0.3)
+FIRST, OTHER = ("tiny", STRENGTH), ("other", 0.3)
 
 
-@pytest.mark.parametrize("loras", [[("tiny", 0.0), TWO], [ONE, TWO, ("tiny", -0.2)], [("float32", STRENGTH)]], ids=str)
+@pytest.mark.parametrize(
+    "loras", [[("tiny", 0.0), OTHER], [FIRST, OTHER, ("tiny", -0.2)], [("float32", STRENGTH)]], ids=str
+)
 def test_every_merged_weight_is_ltx_cores_bit_for_bit(tiny, files, loras):
     """Products are taken in the LoRA's dtype; several are rounded as 1.0.0 rounds them."""
     chosen = tuple((files[name], strength) for name, strength in loras)
@@ -92,7 +99,7 @@ def test_every_merged_weight_is_ltx_cores_bit_for_bit(tiny, files, loras):
         for read in (source.tensor(name), source.read_mapped(name), joined):
             assert read.dtype == tensor.dtype and torch.equal(read, tensor), name
     changed = {name for path, strength in chosen if strength for name in layers(load_file(path))}
-    assert differing(source, plain(tiny)) == {f"{name}.weight" for name in changed}
+    assert differing(source, merged(tiny)) == {f"{name}.weight" for name in changed}
 
 
 def test_several_loras_of_ltx_2_5_are_added_as_1_2_0_rounds_them(tiny, files):
@@ -120,7 +127,7 @@ def test_float8_and_factors_of_two_dtypes_are_cast_to_bfloat16(tiny, tmp_path, d
     small = [key for key in tensors if tensors[key].dtype == F8 and scale != 1]
     cast = {key: tensor.bfloat16() * (scale if key in small else 1) for key, tensor in tensors.items()}
     tensors |= {f"{key}_scale": torch.tensor(scale) for key in small}
-    source, before = merged(tiny, (written(tmp_path, tensors), STRENGTH)), plain(tiny)
+    source, before = merged(tiny, (written(tmp_path, tensors), STRENGTH)), merged(tiny)
     for name in source.adapters:
         layer = f"diffusion_model.{name.removesuffix('.weight')}"
         delta = torch.matmul(cast[layer + UP] * STRENGTH, cast[layer + DOWN])
@@ -158,7 +165,7 @@ def test_differences_of_biases_and_norms_are_added_beside_products(tiny, tmp_pat
         "lora_unet_transformer_blocks_0_attn1_k_norm.w_norm": "transformer_blocks.0.attn1.k_norm.weight",
         "transformer.transformer_blocks.0.attn2.norm_k.diff": "transformer_blocks.0.attn2.k_norm.weight",
     }
-    before = plain(tiny)
+    before = merged(tiny)
     added = {key: randn(*before.shape(name), seed=seed).bfloat16() for seed, (key, name) in enumerate(changes.items())}
     source = merged(tiny, (written(tmp_path, load_file(tiny.lora) | added), STRENGTH))
     for key, name in changes.items():
@@ -218,18 +225,16 @@ SPELLINGS = {
     "the checkpoint's prefix": (1, dotted("model.diffusion_model."), (DOWN, UP), None, None),
     "PEFT": (1, dotted("base_model.model."), (".lora_A.default.weight", ".lora_B.default.weight"), None, None),
     "PEFT without .weight": (1, dotted(""), (".lora_A", ".lora_B"), None, None),
-    "diffusers": (1, of_diffusers, (DOWN, UP), None, peft(r=RANK, lora_alpha=RANK, use_rslora=False, alpha_pattern={})),
     "older diffusers": (1, of_diffusers, (".lora.down.weight", ".lora.up.weight"), None, None),
     "processors": (1, dotted("unet."), (".lora_linear_layer.down.weight", ".lora_linear_layer.up.weight"), None, None),
     "ComfyUI, alpha": (1, COMFY, (DOWN, UP), FULL.bfloat16(), None),
     "kohya without alpha": (1, flat("lora_unet_"), KOHYA, None, None),
-    "kohya, alpha and metadata": (1, flat("lora_unet_"), KOHYA, FULL, {"ss_network_alpha": "1"}),
     "musubi": (1, flat("lora_unet_model_"), KOHYA, FULL.half(), None),
     "OneTrainer": (1, lambda name: flat("lora_transformer_")(of_diffusers(name, "")), KOHYA, None, None),
     "LyCORIS": (1, flat("lycoris_"), KOHYA, FULL[None], None),
-    "kohya, half": (0.5, flat("lora_unet_"), KOHYA, HALF, None),
+    "kohya, half": (0.5, flat("lora_unet_"), KOHYA, HALF, {"ss_network_alpha": "1"}),
     "alpha beside PEFT's settings": (0.5, of_diffusers, (DOWN, UP), HALF.bfloat16(), peft(lora_alpha=RANK)),
-    "PEFT's settings": (0.5, of_diffusers, (DOWN, UP), None, peft(r=RANK, lora_alpha=RANK / 2)),
+    "PEFT's settings": (0.5, of_diffusers, (DOWN, UP), None, peft(r=RANK, lora_alpha=RANK / 2, alpha_pattern={})),
     "of layers": (0.5, of_diffusers, (DOWN, UP), None, peft(lora_alpha=1, alpha_pattern={".*": RANK / 2})),
     "stabilised": (0.5, of_diffusers, (DOWN, UP), None, peft(lora_alpha=RANK**0.5 / 2, use_rslora=True)),
 }
@@ -256,7 +261,7 @@ def test_a_folder_of_peft_has_alpha_in_its_settings_and_its_identity(tiny, tmp_p
     for share, source in shares.items():
         settings.write_text(json.dumps({"peft_type": "LORA", "r": RANK, "lora_alpha": RANK * share}))
         assert differing(merged(tiny, (path, STRENGTH)), source) == set()
-        _fingerprint.cache_clear()  # a process reads it once
+        lora_files._fingerprint.cache_clear()  # a process reads it once
         identities += identity_of((Lora(path),))
     assert identities[0] != identities[1]
     settings.write_text("{")
@@ -282,15 +287,6 @@ def connector_lora(tiny, tmp_path) -> Path:
     return written(tmp_path, tensors, name="connectors")
 
 
-def opened(tiny, artifacts: Path) -> Workspace:
-    profile = resolve("cpu", ("text_buckets=128,1024",))
-    return Workspace(tiny.checkpoint, profile, artifacts, 1, "float32", tiny.gemma_root)
-
-
-def job_with(*loras: Lora, two_stage: bool = False, **stages) -> Job:
-    return make_job("a red fox by the sea", Size(64, 64, 9, two_stage=two_stage), loras=loras, **stages)
-
-
 @pytest.mark.parametrize("layer", [COMFY, flat("lora_unet_"), lambda name: of_diffusers(name, "connectors.")])
 def test_a_lora_on_the_connectors_is_merged_into_the_text_side_alone(tiny, tmp_path, connector_lora, layer):
     path = written(tmp_path, respelled(load_file(connector_lora), layer))
@@ -309,10 +305,11 @@ def test_prompts_are_encoded_by_the_connectors_of_their_jobs_lora(tiny, tmp_path
     """Whether that is the merged model's context: slow/test_weight_sets.py, on the ranks."""
 
     def encoded(*jobs: Job, cache: bool) -> list[torch.Tensor]:
-        with Engine(opened(tiny, tmp_path), Recorder(), RunOptions(cache_prompts=cache)) as engine:
+        workspace = opened_workspace(tiny, tmp_path, settings=QUICK)
+        with Engine(workspace, Recorder(), RunOptions(cache_prompts=cache)) as engine:
             return [run.contexts[0].video for run in engine.encode([*jobs])]
 
-    jobs = job_with(Lora(connector_lora, STRENGTH)), job_with()
+    jobs = [make_job("a red fox", ONE, loras=loras) for loras in ((Lora(connector_lora, STRENGTH),), ())]
     expected = [context for job in jobs for context in encoded(job, cache=False)]
     assert not torch.equal(*expected)
     for _ in ("encoded", "cached"):
@@ -320,34 +317,33 @@ def test_prompts_are_encoded_by_the_connectors_of_their_jobs_lora(tiny, tmp_path
 
 
 def test_gemmas_weight_set_is_that_of_the_lora_on_the_connectors_for_all_stages(tiny, tmp_path, connector_lora):
-    workspace, lora = opened(tiny, tmp_path / "artifacts"), Lora(connector_lora, STRENGTH)
-    assert workspace.text_loras(job_with(lora, two_stage=True)) == (lora,)
-    assert workspace.text_loras(job_with(Lora(tiny.lora))) == ()  # no layer of the connectors
+    workspace, lora = opened_workspace(tiny, tmp_path / "artifacts"), Lora(connector_lora, STRENGTH)
+    assert workspace.text_loras(make_job("fox", TWO, loras=(lora,))) == (lora,)
+    assert workspace.text_loras(make_job("fox", ONE, loras=(Lora(tiny.lora),))) == ()  # no layer of the connectors
     with pytest.raises(UserError, match=rf"shard gemma3 .*--lora {lora.path} 0\.7"):
         workspace.weights("gemma3", (lora,))
     with pytest.raises(UserError, match="changes the connectors, which encode the prompt once"):
-        workspace.text_loras(job_with(two_stage=True, stage_1_loras=(lora,)))
+        workspace.text_loras(make_job("fox", TWO, stage_1_loras=(lora,)))
 
 
 # --- what is left out, and what is refused --------------------------------------------------------
 
-STRAYS = (
-    "text_encoder.layers.0.q_proj.lora_A.weight",
-    "lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_up.weight",  # kohya's
-    "text_encoders.gemma3.model.layers.0.q_proj.lora_B.weight",  # ComfyUI's
-    f"model_ema.{QUERY}.lora_A.weight",
-    "vae.decoder.conv_in.conv.weight",
-)
-
 
 def test_tensors_of_other_models_are_left_out_and_counted(tiny, tmp_path, shares, capsys):
-    strays = {name: torch.zeros(4, 32, dtype=torch.bfloat16) for name in STRAYS}
-    lora = Lora(written(tmp_path, load_file(tiny.lora) | strays), STRENGTH)
+    strays = (
+        "text_encoder.layers.0.q_proj.lora_A.weight",
+        "lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_up.weight",  # kohya's
+        "text_encoders.gemma3.model.layers.0.q_proj.lora_B.weight",  # ComfyUI's
+        f"model_ema.{QUERY}.lora_A.weight",
+        "vae.decoder.conv_in.conv.weight",
+    )
+    tensors = load_file(tiny.lora) | {name: torch.zeros(4, 32, dtype=torch.bfloat16) for name in strays}
+    lora = Lora(written(tmp_path, tensors), STRENGTH)
     source = merged(tiny, (lora.path, STRENGTH))
     assert differing(source, shares[1]) == set() and shares[1].notes == []
     (note,) = source.notes
     assert f"{len(strays)} tensors of other models" in note and "are left out" in note
-    workspace = opened(tiny, tmp_path)
+    workspace = opened_workspace(tiny, tmp_path)
     build.make(workspace, workspace.weight_sets("dit", ((lora,),)))
     assert capsys.readouterr().out.startswith(f"{note}\n")
 
@@ -376,7 +372,6 @@ REFUSED = {
     "LTX-2.0's projection": (pair("text_embedding_projection.aggregate_embed"), OLDER),
     "LTX-2.0's AdaLN": (older_adaln, OLDER),
     "a whole weight": (zeros(f"{COMFY_QUERY}.weight"), "is not a LoRA's tensor"),
-    "a bias of a product": (zeros(f"{COMFY_QUERY}.lora_B.bias"), "is not a LoRA's tensor"),
     "a layer that is not there": (pair(BLOCK_99), f"{BLOCK_99}{DOWN}: matches no weight of the model"),
     "two adapters": (zeros(f"{COMFY_QUERY}.lora_A.second.weight"), "same weight as"),
     "half a LoKr": (zeros(f"{COMFY_QUERY}.lokr_w1"), "its lokr_w2 is missing"),
@@ -412,12 +407,161 @@ def test_weights_that_a_lora_cannot_be_added_to_without_doubt_are_refused(tiny, 
         merged(tiny, (kohya, 1.0), checkpoint=path)
 
 
-def test_a_lora_that_is_overwritten_while_the_process_runs_is_another_one(tiny, tmp_path):
-    path, identities = written(tmp_path, load_file(tiny.lora)), []
-    for factor in (1, 2):
-        content = save({name: factor * tensor for name, tensor in load_file(tiny.lora).items()})
-        with open(path, "r+b") as file:  # the same inode and size
-            file.write(content)
-        os.utime(path, ns=(0, factor))
-        identities.append(identity_of((Lora(path),)))
-    assert identities[0] != identities[1]
+# --- weight sets: named by flags, lines and calls, and found by their content ---------------------
+
+
+def named(sets) -> list[list[tuple[str, float]]]:
+    return [[(str(lora.path), lora.strength) for lora in loras] for loras in sets]
+
+
+HQ = "--distilled-lora d --distilled-lora-strength-stage-"
+
+
+def test_flags_name_the_weight_sets_of_both_stages():
+    for words, sets in (
+        ("", [[]]),
+        ("--lora style .8", [[("style", 0.8)]]),
+        ("--distilled-lora d", [[], [("d", 1.0)]]),
+        ("--distilled-lora d --lora style .8", [[("style", 0.8)], [("style", 0.8), ("d", 1.0)]]),
+        ("--lora style .8 --ic-lora ic .9", [[("style", 0.8), ("ic", 0.9)], [("style", 0.8)]]),
+        (HQ + "1 .25", [[("d", 0.25)], [("d", 0.5)]]),
+        (HQ + "1 0", [[("d", 0.0)], [("d", 0.5)]]),
+        (HQ + "2 .75 --lora s", [[("s", 1.0), ("d", 0.25)], [("s", 1.0), ("d", 0.75)]]),
+    ):
+        assert named(flags.spec(parsed(*words.split())).weight_sets) == sets
+
+
+def test_a_lines_loras_take_the_place_of_the_commands():
+    typed = flags.spec(parsed("--two-stage", "--lora", "a", ".5", "--ic-lora", "i"))
+
+    def sets(**line) -> list[list]:
+        return named(stage.loras for stage in typed.updated({"prompt": "x"} | line).stages)
+
+    assert sets() == sets(lora=None) == [[("a", 0.5), ("i", 1.0)], [("a", 0.5)]]
+    assert sets(lora=["b", 2]) == [[("b", 2.0), ("i", 1.0)], [("b", 2.0)]]
+    assert sets(lora=[["b"], ["c", 0.1]], ic_lora=[]) == [[("b", 1.0), ("c", 0.1)]] * 2
+    distilled = {"distilled-lora-strength-stage-1": 0.2, "distilled-lora": "d", "ic-lora": [], "lora": []}
+    assert sets(**distilled) == [[("d", 0.2)], [("d", 0.5)]]
+
+
+def test_a_call_of_the_api_may_have_loras_of_its_own(tiny, tmp_path, monkeypatch):
+    paths = {"checkpoint_path": tiny.checkpoint, "gemma_root": tiny.gemma_root, "artifacts_dir": tmp_path}
+    loras = {"loras": [("a", 1)], "distilled_loras": [("d", 1)]}
+    pipe, run = (
+        LTXPipeline.from_pretrained(**paths, **loras, profile="cpu", recipe="dev"),
+        Mock(side_effect=LookupError),
+    )
+    monkeypatch.setattr(pipe.engine, "run", run)
+
+    def sets(**call) -> list[list]:
+        with pytest.raises(LookupError):
+            pipe("x", **call)
+        return named(stage.loras for stage in run.call_args.args[0][-1].stages)
+
+    a, b, c, d = ("a", 1.0), ("b", 0.5), ("c", 2.0), ("d", 1.0)
+    assert sets(two_stage=True) == [[a], [a, d]]
+    assert sets(loras=[b]) == [[b]] and sets(loras=()) == [[]]
+    assert sets(two_stage=True, ic_loras=[c], distilled_loras=[b]) == [[a, c], [a, b]]
+
+
+def test_a_file_of_named_sets_takes_the_place_of_the_commands_loras(tmp_path):
+    args = parsed("--lora", "a", "--distilled-lora", "d")
+    args.lora_sets = tmp_path / "sets.json"
+    args.lora_sets.write_text('{"anime": {"lora": ["b", 0.5]}}')
+    sets = flags.lora_sets(args)
+    assert named([sets["default"].loras, sets["anime"].loras]) == [[("a", 1.0)], [("b", 0.5)]]
+    assert sets["anime"].stage_2_loras == sets["default"].stage_2_loras != ()
+    for wrong in ('{"seed": 3}', '["b"]'):
+        args.lora_sets.write_text(f'{{"anime": {wrong}}}')
+        with pytest.raises(UserError, match="'anime': wanted an object with the keys lora, ic-lora, distilled-lora"):
+            flags.lora_sets(args)
+
+
+def test_the_distilled_lora_is_for_stage_2_of_dev_and_that_stage_needs_it():
+    lora = (Lora(Path("d")),)
+    refining, one_stage = (make_job("x", size, recipe="dev", stage_2_loras=lora) for size in (TWO, ONE))
+    check_distilled_loras([refining, one_stage])  # the command's flags, of lines of both kinds
+    check_distilled_loras([replace(refining, stage_2_loras=(), skip_stage_2=True)])
+    with pytest.raises(UserError, match="needs --distilled-lora: .*\n.*hf download"):
+        check_distilled_loras([refining, replace(refining, stage_2_loras=())])
+    for jobs in ([one_stage], [refining, replace(refining, recipe="distilled")]):
+        with pytest.raises(UserError, match="--distilled-lora is for stage 2 of --recipe dev"):
+            check_distilled_loras(jobs)
+
+
+def test_a_missing_set_names_the_command_that_makes_what_is_missing_and_no_more(tiny, tmp_path):
+    lora, workspace = Lora(tiny.lora, 0.5), opened_workspace(tiny, tmp_path / "artifacts")
+    jobs = [
+        make_job("plain", ONE),
+        make_job("hq", TWO, recipe="dev", stage_1_loras=(lora,), stage_2_loras=(Lora(tiny.lora, 2),)),
+        make_job("style", ONE, loras=(lora,)),  # stage 1 of hq is that set
+    ]
+    build.make(workspace, workspace.weight_sets("dit"))
+    sets = [workspace.weight_set("dit", stage.loras) for job in jobs for stage in job.stages]
+    with pytest.raises(UserError) as error:
+        workspace.find_all(sets)
+    program = command("shard transformer")
+    commands = [line.partition(program)[2] for line in str(error.value).splitlines() if program in line]
+    assert len(commands) == 2
+    for typed in commands:
+        dispatch(["shard", "transformer", *shlex.split(typed)])
+    workspace.find_all(sets)
+    assert len(finished_weights(workspace.artifacts, "dit")) == 3
+
+
+def test_weight_sets_are_told_apart_by_content_strength_and_order(tiny, tmp_path):
+    path, tensors = written(tmp_path, load_file(tiny.lora)), load_file(tiny.lora)
+    a, b = Lora(path, 0.7), Lora(written(tmp_path, {"a.lora_A.weight": torch.zeros(1)}, name="b"), 0.7)
+    sets = (), (a,), (Lora(path, 0.8),), (b,), (a, b), (b, a)
+    before = [str(identity_of(loras)) for loras in sets]
+    assert len({*before}) == len(sets) and identity_of((Lora(path, 1),)) == identity_of((Lora(path, 1.0),))
+    assert str(identity_of((Lora(written(tmp_path, tensors, name="copy"), 0.7),))) == before[1]
+    # Overwritten while the process runs: the same inode and size
+    with open(path, "r+b") as file:
+        file.write(save({name: 2 * tensor for name, tensor in tensors.items()}))
+    os.utime(path, ns=(0, 1))
+    assert str(identity_of((a,))) not in before
+
+
+def test_a_files_metadata_have_the_scale_of_references_and_its_names_layers_of_sound(tmp_path, capsys):
+    def lora(name: str, *factors: str) -> Lora:
+        keys = "reference_downscale_factor", "reference_temporal_scale_factor"
+        save_file({"a": torch.zeros(1)}, tmp_path / name, dict(zip(keys, factors, strict=False)))
+        return Lora(tmp_path / name)
+
+    silent, one, two, both = lora("silent"), lora("one", "1"), lora("two", "2"), lora("both", "2", "4")
+    scales = [reference_scale(loras) for loras in ((), (one,), (silent, two), (one, two), (both, two))]
+    assert scales == [(1, 1), (1, 1), (2, 1), (2, 1), (2, 4)]
+    assert [lora_files.detailing_scale(loras) for loras in ((silent,), (one,), (both,), ())] == [2, 1, 2, None]
+    assert capsys.readouterr().out == ""  # one that has a scale decides for all
+    assert reference_scale((silent,)) == reference_scale((silent,)) == (1, 1)
+    printed = f"IC-LoRA {silent.path} has no reference scale: references get the size of stage 1 (factor 1)"
+    assert capsys.readouterr().out.splitlines() == [printed]
+    with pytest.raises(UserError, match="2 of .*two.*, 3 of .*three"):
+        reference_scale((two, lora("three", "3")))
+    for factor in ("0", "-1", "1.5", "", "\u00b2"):
+        message = f"odd.*: its metadata has reference_temporal_scale_factor '{factor}', wanted a whole number from 1"
+        with pytest.raises(UserError, match=message):
+            reference_scale((lora("odd", "1", factor),))
+    # A LoRA for dubbing needs layers of the sound.
+    silent, voiced = (Lora(tmp_path / layer) for layer in ("attn1", "audio_attn1"))
+    for lora in (silent, voiced):
+        save_file({f"blocks.0.{lora.path.name}.to_q.lora_A.weight": torch.zeros(1)}, lora.path)
+    assert lora_files.are_silent((silent,)) and not lora_files.are_silent((silent, voiced))
+
+
+def test_a_missing_lora_is_offered_no_other_file(tmp_path):
+    published, style = Path(RELEASE_FILES["Lightricks/LTX-2.3"]["lora"]).name, tmp_path / "style.safetensors"
+    style.touch()
+    for name, message in {
+        "9": "no such file; type a .safetensors file",
+        "styl.safetensors": f"(nearest: {style})",
+        "style.safetensors:0.8": f"a word of its own: --lora {style} 0.8",
+        ".": f"type its file: --lora {style}",
+        published: f"hf download Lightricks/LTX-2.3 {published}",
+    }.items():
+        with pytest.raises(UserError) as error:
+            Lora(tmp_path / name).file()
+        text = str(error.value)
+        assert text.startswith(f"--lora {tmp_path / name}: ") and message in text
+        assert ("hf download" in text) == (name == published)

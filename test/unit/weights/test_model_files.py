@@ -1,8 +1,6 @@
-"""LTX-2.5 has one file per part: each is known by its metadata, found in the download, and refused with another
-release's model. LTX-2.3 as others publish it is read as the published file is."""
+"""Files are known by their metadata, found in a download, refused with another release's model, and read in parts."""
 
 import json
-import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -59,37 +57,22 @@ def workspace(checkpoint: Path, gemma: Path | None = None, **paths) -> Workspace
 # --- what a file is, and where it is --------------------------------------------------------------
 
 
-def test_metadata_tell_the_kind_of_a_file_whatever_its_name(split, tiny, tmp_path):
-    kinds = {"distilled": "transformer", "dev": "transformer", "text_encoder": "gemma"}
-    kinds |= {"video_vae": "video_vae", "diffusion_vae": "video_vae", "audio_vae": "audio_vae", "lora": "lora"}
-    kinds |= {"spatial_upsampler": "spatial", "temporal_upsampler": "temporal", "duration_head": "duration_head"}
-    for number, (name, kind) in enumerate(kinds.items()):
-        renamed = tmp_path / f"{number}.safetensors"
-        os.symlink(getattr(split, name), renamed)
-        assert kind_of(TensorFile(renamed, "")) == kind
-    assert kind_of(TensorFile(tiny.checkpoint, "")) == "transformer"
-    assert RELEASED.keys() == {*kinds.values(), "distilled", "dev"} - {"transformer"}
-
-
-def test_the_folder_of_a_download_has_the_transformer_of_each_recipe_and_all_other_files(split):
+def test_the_folder_of_a_download_has_the_transformer_of_each_recipe_and_all_other_files(split, tmp_path):
     assert located(split.folder, "distilled") == split.distilled
     files = ModelFiles(located(split.folder, "dev"))
     assert files.checkpoint.path == split.dev
     assert located(split.folder, "gemma") == files.find("gemma") == split.text_encoder
-    for kind in ("audio_vae", "spatial_upsampler", "temporal_upsampler"):
+    for kind in ("audio_vae", "spatial_upsampler", "temporal_upsampler", "duration_head", "lora"):
         assert files.find(kind.removesuffix("_upsampler")) == getattr(split, kind)
     # Of two video VAEs the convolutional one decodes unless the other is typed.
     assert files.describe_decoder() == f"convolutional, from {split.video_vae}"
     typed = ModelFiles(split.dev, video_vae_path=split.diffusion_vae)
     assert typed.describe_decoder() == f"diffusion, from {split.diffusion_vae}"
-
-
-def test_a_single_transformer_is_that_of_any_recipe_and_of_two_one_must_be_named(split, tmp_path):
-    folder = tmp_path / "diffusion_models"
-    folder.mkdir()
-    shutil.copy(split.dev, folder / "model.safetensors")
-    assert located(tmp_path, "distilled") == folder / "model.safetensors"
-    shutil.copy(split.dev, folder / "other.safetensors")
+    # A single transformer is that of any recipe, and of two without a recipe in their names one must be named.
+    (tmp_path / "unet").mkdir()
+    shutil.copy(split.dev, tmp_path / "unet/model.safetensors")
+    assert located(tmp_path, "distilled") == tmp_path / "unet/model.safetensors"
+    shutil.copy(split.dev, tmp_path / "unet/other.safetensors")
     message = refused(lambda: located(tmp_path, "distilled"))
     assert "2 files for --checkpoint-path" in message and "other.safetensors" in message
 
@@ -103,10 +86,8 @@ def test_the_parts_have_the_config_and_the_tensors_of_a_whole_checkpoint(split, 
         assert names[0] == names[1]
     name = "vae.decoder.conv_in.conv.weight"
     assert torch.equal(files.of("vae").read(name), load_file(split.video_vae)[name.removeprefix("vae.")])
-    opened = workspace(split.distilled)
     for model in ("dit", "gemma3", "vae"):
-        for need in opened.weight_sets(model):
-            assert build.weight_bytes(opened, need) > 0  # UserError unless the tensors are the model's
+        build.check_weights(workspace(split.distilled), model)
 
 
 # --- mixtures; more of them, with what to type: unit/project/test_download_commands.py -----------
@@ -134,6 +115,8 @@ def test_a_lora_of_another_release_is_merged_with_a_note_if_its_layers_fit(split
     for path in (lora, named):
         (note,) = workspace(split.dev).source("dit", (Lora(path),)).notes
         assert note.startswith(f"--lora {path} is of LTX-2.3, the model of LTX-2.5: it is merged, as all its layers")
+    changed(split.lora, named, model_version="2.5.0")  # metadata count more than a name
+    assert workspace(split.dev).source("dit", (Lora(named),)).notes == []
 
 
 def test_a_missing_part_names_its_flag_and_the_folder(split, tmp_path):
@@ -214,26 +197,14 @@ def test_files_with_the_names_of_transformers_and_of_comfyui_give_equal_weights(
     assert all(torch.equal(flat.tensor(name), other.tensor(name)) for name in flat.names)
 
 
-def test_the_release_in_the_metadata_counts_more_than_the_one_in_the_name(tmp_path):
-    for metadata, version in ((None, "2.3"), ({"model_version": "2.5.0"}, "2.5")):
-        save_file({"x": torch.zeros(1)}, path := tmp_path / "ltx-2.3-lora.safetensors", metadata)
-        release = TensorFile(path, "").named_release
-        assert release and release.version == version
-
-
 # --- LTX-2.3 as others publish it: relabelled, all in one, in parts -------------------------------
 
-MODELS = "dit", "gemma3", "vae", "encoder", "sound"
-DIT, PROJECTION = "model.diffusion_model.", "text_embedding_projection."
-
-
-def metadata(path: Path) -> dict[str, str]:
-    return dict(TensorFile(path, "").metadata)
+DIT = "model.diffusion_model."
 
 
 def read(opened: Workspace) -> dict[tuple[str, str], torch.Tensor]:
-    sources = {model: opened.source(model) for model in MODELS}
-    for model in MODELS:
+    sources = {model: opened.source(model) for model in ("dit", "gemma3", "vae", "encoder", "sound")}
+    for model in sources:
         build.check_weights(opened, model)
     return {(model, name): source.tensor(name) for model, source in sources.items() for name in source.names}
 
@@ -250,23 +221,17 @@ def assert_same(opened: Workspace, expected: dict) -> None:
     assert opened.config["vae"] and opened.config["vocoder"]
 
 
-LABELS = "", "v2.3.0", "ltx-2.3-dev", "ltx_2_3", "2.3.rc1", " 2.3.0 ", "LTX 2.3 22B", "v1", "sulphur-3.1"
-
-
 def test_the_config_tells_the_release_whatever_the_label(tiny, split):
     config, later = (Checkpoint(path).config["transformer"] for path in (tiny.checkpoint, split.distilled))
-    for labels, content, release in ((LABELS, config, "2.3"), (("", "v2.5.0", "LTX-2.5", "mine"), later, "2.5")):
+    of_2_3 = "", "v2.3.0", "ltx-2.3-dev", "ltx_2_3", "2.3.rc1", " 2.3.0 ", "LTX 2.3 22B", "v1", "sulphur-3.1"
+    for labels, content, release in ((of_2_3, config, "2.3"), (("", "v2.5.0", "LTX-2.5", "mine"), later, "2.5")):
         for label in labels:
             found, version = identified(label, content)
             assert found and found.version == release and version, label
     older = {name: value for name, value in config.items() if name != "cross_attention_adaln"}
     first = {name: value for name, value in older.items() if name != "audio_num_attention_heads"}
-    for label, content, message in (
-        ("1.1", older, "2.0, by its config"),
-        ("", first, "0.9 (LTX-Video), by its"),
-        ("v3.0", config, "v3.0"),
-        ("2.30.0", config, "2.30.0"),
-    ):
+    of_others = ("1.1", older, "2.0, by its config"), ("", first, "0.9 (LTX-Video), by its")
+    for label, content, message in (*of_others, ("v3.0", config, "v3.0"), ("2.30.0", config, "2.30.0")):
         found, version = identified(label, content)
         assert found is None and version.startswith(message)
     assert parse_release("2.30") is None and parse_release("12.3") is None
@@ -288,7 +253,7 @@ OTHERS = {
 
 def test_tensors_of_other_models_are_left_out_with_one_line_of_a_file_without_a_label(tiny, tmp_path, capsys, expected):
     path = tmp_path / "all in one.safetensors"
-    save_file(load_file(tiny.checkpoint) | OTHERS, path, {"config": metadata(tiny.checkpoint)["config"]})
+    save_file(load_file(tiny.checkpoint) | OTHERS, path, {"config": Checkpoint(tiny.checkpoint).metadata["config"]})
     assert_same(workspace(path, tiny.gemma_root), expected)
     workspace(path, tiny.gemma_root)
     workspace(tiny.checkpoint, tiny.gemma_root)  # of which nothing is printed
@@ -305,20 +270,18 @@ COMFY = {  # the folders of ComfyUI, and names in use
 }
 UNET = COMFY | {"transformer": "unet/ltx-2.3-22b-distilled.safetensors"}
 FLAT = {kind: f"{kind}.safetensors" for kind in COMFY}
-PARTS = {  # prefixes of tensors, and sections of the config
-    "transformer": ((DIT,), ("transformer", "scheduler")),
-    "video_vae": (("vae.",), ("vae",)),
-    "audio_vae": (("audio_vae.", "vocoder."), ("audio_vae", "vocoder")),
-    "text_projection": ((PROJECTION,), ()),
-}
 
 
 def parted(tiny, folder: Path, names: dict[str, str], bare: str | None = None, whole_config: bool = False) -> dict:
-    """The checkpoint in four files, by kind. bare: prefix of the transformer's names. whole_config: each file has
-    the config of all, otherwise only its sections."""
-    tensors, message = load_file(tiny.checkpoint), metadata(tiny.checkpoint)
-    config, paths = json.loads(message["config"]), {}
-    for kind, (prefixes, sections) in PARTS.items():
+    """The checkpoint in four files. bare: prefix of the transformer's names. whole_config: of all, in each file."""
+    tensors, metadata = load_file(tiny.checkpoint), Checkpoint(tiny.checkpoint).metadata
+    config, paths = json.loads(metadata["config"]), {}
+    for kind, prefixes, sections in (
+        ("transformer", (DIT,), ("transformer", "scheduler")),
+        ("video_vae", ("vae.",), ("vae",)),
+        ("audio_vae", ("audio_vae.", "vocoder."), ("audio_vae", "vocoder")),
+        ("text_projection", ("text_embedding_projection.",), ()),
+    ):
         own = {name: tensor for name, tensor in tensors.items() if name.startswith(prefixes)}
         if bare is not None and kind != "audio_vae":
             cut = bare if kind == "transformer" else ""
@@ -326,15 +289,17 @@ def parted(tiny, folder: Path, names: dict[str, str], bare: str | None = None, w
         kept = config if whole_config else {name: config[name] for name in sections}
         paths[kind] = folder / names[kind]
         paths[kind].parent.mkdir(parents=True, exist_ok=True)
-        save_file(own, paths[kind], message | {"config": json.dumps(kept)} if kept else None)
+        save_file(own, paths[kind], metadata | {"config": json.dumps(kept)} if kept else None)
     return paths
 
 
 @pytest.mark.parametrize(
     ("names", "bare", "whole_config"), [(COMFY, None, True), (UNET, "diffusion_model.", True), (FLAT, "", False)]
 )
-def test_four_files_are_found_and_read_as_the_whole(tiny, tmp_path, expected, names, bare, whole_config):
+def test_four_files_beside_others_are_read_as_the_whole(tiny, split, tmp_path, expected, names, bare, whole_config):
     paths = parted(tiny, tmp_path / "models", names, bare, whole_config)
+    for path in (split.video_vae, split.audio_vae):  # of another release
+        shutil.copy(path, paths["video_vae"].parent)
     assert {kind: kind_of(TensorFile(path, "")) for kind, path in paths.items()} == {kind: kind for kind in paths}
     assert located(tmp_path / "models", "distilled") == paths["transformer"]
     opened = workspace(paths["transformer"], tiny.gemma_root)
@@ -366,13 +331,6 @@ def test_connectors_may_be_in_the_file_of_the_projection(tiny, tmp_path, expecte
     transformer, projection = load_file(paths["transformer"]), load_file(paths["text_projection"])
     for name in [name for name in transformer if "embeddings_connector" in name]:
         projection[prefix + name.removeprefix(DIT)] = transformer.pop(name)
-    save_file(transformer, paths["transformer"], metadata(paths["transformer"]))
+    save_file(transformer, paths["transformer"], TensorFile(paths["transformer"], "").metadata)
     save_file(projection, paths["text_projection"])
-    assert_same(workspace(paths["transformer"], tiny.gemma_root), expected)
-
-
-def test_of_a_folder_with_vaes_of_two_releases_that_of_the_transformer_is_taken(tiny, split, tmp_path, expected):
-    paths = parted(tiny, tmp_path, COMFY, whole_config=True)
-    for path in (split.video_vae, split.audio_vae):
-        shutil.copy(path, tmp_path / "vae" / path.name)
     assert_same(workspace(paths["transformer"], tiny.gemma_root), expected)

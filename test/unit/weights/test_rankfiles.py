@@ -1,5 +1,4 @@
-"""Finished weight sets are verified by their manifest, and damaged or foreign files are never loaded. Tensors of any
-file are read as they were written; files cut short and lacks of the machine are errors."""
+"""Weight sets are verified by their manifest; damaged or foreign files are never loaded, others read as written."""
 
 import errno
 import json
@@ -12,6 +11,7 @@ import time
 from contextlib import suppress
 from random import Random
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -77,14 +77,10 @@ def test_strict_loading_lists_every_problem_at_once(tmp_path):
     shapes = {"kept": (2, 3), "recast": (4,), "reshaped": (3,), "lost": (1,), "lost too": (1,)}
     with pytest.raises(UserError) as error:
         load_rank_file(path, shapes, torch.float32)
-    assert [line.strip() for line in str(error.value).splitlines()] == [
-        f"{path} does not have this model's weights:",
-        "missing: lost",
-        "missing: lost too",
-        "recast: (4,) BF16, wanted (4,) F32",
-        "reshaped: (2,) F32, wanted (3,) F32",
-        "unexpected: extra",
-    ]
+    title, *problems = map(str.strip, str(error.value).splitlines())
+    assert title == f"{path} does not have this model's weights:"
+    assert problems[:3] == ["missing: lost", "missing: lost too", "recast: (4,) BF16, wanted (4,) F32"]
+    assert problems[3:] == ["reshaped: (2,) F32, wanted (3,) F32", "unexpected: extra"]
 
 
 def test_a_file_with_another_header_than_its_manifest_has_is_refused(folder):
@@ -103,14 +99,12 @@ def test_a_file_with_another_header_than_its_manifest_has_is_refused(folder):
 
 
 def test_of_sound_alone_a_part_of_the_file_is_loaded_and_no_tensor_of_it_is_left_out(tmp_path):
-    names = "audio_patchify_proj.weight", "audio_patchify_proj.bias", "patchify_proj.weight"
-    path = save_weights(tmp_path, {name: torch.ones(2) for name in names}) / rank_file(0)
-    part = dict.fromkeys(names[:2], (2,))
+    part = {"audio_patchify_proj.weight": (2,), "audio_patchify_proj.bias": (2,)}
+    tensors = {name: torch.ones(2) for name in (*part, "patchify_proj.weight")}
+    path = save_weights(tmp_path, tensors) / rank_file(0)
     assert [*load_rank_file(path, part, torch.float32)] == [*part]
     with pytest.raises(UserError, match="unexpected: audio_patchify_proj.bias"):
-        load_rank_file(path, {names[0]: (2,)}, torch.float32)
-    with pytest.raises(UserError, match="missing: audio_proj_out.weight"):
-        load_rank_file(path, part | {"audio_proj_out.weight": (2,)}, torch.float32)
+        load_rank_file(path, {"audio_patchify_proj.weight": (2,)}, torch.float32)
 
 
 def test_a_manifest_that_names_a_file_outside_its_folder_is_refused(folder):
@@ -122,31 +116,23 @@ def test_a_manifest_that_names_a_file_outside_its_folder_is_refused(folder):
         rankfiles.rank_path(folder, 0)
 
 
-# --- files that were damaged anyhow ---------------------------------------------------------------
-
-
 def mutated(right: bytes, limit: int, chance: Random) -> bytes:
     """One of the things that happen to files; only the first `limit` bytes are changed, anything may be cut off."""
-    wrong, at = bytearray(right), chance.randrange(limit)
-    kind = chance.choice(("bit", "bytes", "cut", "gap", "insert", "digit", "reverse"))
-    if kind == "bit":
-        wrong[at] ^= 1 << chance.randrange(8)
-    elif kind == "bytes":
-        wrong[at : at + 8] = chance.randbytes(8)
-    elif kind == "cut":
-        del wrong[chance.randrange(len(wrong)) :]
-    elif kind == "gap":
-        del wrong[at : at + chance.randrange(1, 40)]
-    elif kind == "insert":
-        texts = b"[" * 5000, b"9" * 400, b'{"a":', b"\x00", b"\xff\xfe", b"-", b"1e999", b"../", b"NaN"
-        wrong[at:at] = chance.choice(texts)
-    elif kind == "digit":
-        digits = [i for i in range(limit) if chr(wrong[i]).isdigit()]
-        wrong[chance.choice(digits or [at])] = chance.choice(b"0123456789")
-    else:
-        end = chance.randrange(at, limit)
-        wrong[at:end] = wrong[at:end][::-1]
-    return bytes(wrong)
+    at = chance.randrange(limit)
+    digit = chance.choice([i for i in range(limit) if chr(right[i]).isdigit()])
+    texts = b"[" * 5000, b"9" * 400, b'{"a":', b"\x00", b"\xff\xfe", b"-", b"1e999", b"../", b"NaN"
+    bit, end = bytes([right[at] ^ 1 << chance.randrange(8)]), chance.randrange(at, limit)
+    return chance.choice(
+        [
+            right[:at] + bit + right[at + 1 :],
+            right[:at] + chance.randbytes(8) + right[at + 8 :],
+            right[: chance.randrange(len(right))],
+            right[:at] + right[at + chance.randrange(1, 40) :],
+            right[:at] + chance.choice(texts) + right[at:],
+            right[:digit] + b"%d" % chance.randrange(10) + right[digit + 1 :],
+            right[:at] + right[at:end][::-1] + right[end:],
+        ]
+    )
 
 
 def meaning(manifest: bytes):
@@ -273,11 +259,7 @@ def test_a_tensor_read_into_memory_outlives_its_file(stored, monkeypatch):
 
 @pytest.mark.parametrize(("number", "damaged"), [(errno.EMFILE, False), (errno.EIO, True)])
 def test_what_the_machine_lacks_is_not_blamed_on_the_file(stored, monkeypatch, number, damaged):
-    file = stored(a=torch.ones(4))
-
-    def cannot(*_, **__):
-        raise OSError(number, os.strerror(number))
-
+    file, cannot = stored(a=torch.ones(4)), Mock(side_effect=OSError(number, os.strerror(number)))
     monkeypatch.setattr(mmap, "mmap", cannot)
     monkeypatch.setattr(os, "preadv", cannot)
     for read in (file.read, file.read_mapped, lambda _: dict(file.tensors())):
@@ -327,10 +309,10 @@ def test_a_tensor_in_an_unknown_dtype_is_refused_by_name_when_it_is_read(stored)
             read("b")
 
 
-@pytest.mark.parametrize("shape", [[-1, -4], [2.0, 2]], ids=str)
-def test_a_header_with_sizes_that_are_no_whole_numbers_is_refused(tmp_path, shape):
-    header = json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, 16]}}).encode()
-    path = tmp_path / "a.safetensors"
-    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
+@pytest.mark.parametrize("shape", ["[-1,-4]", "[2.0,2]"])
+def test_a_header_with_sizes_that_are_no_whole_numbers_is_refused(stored, shape):
+    path = stored(a=torch.ones(100, 100)).path
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"[100,100]", shape.ljust(9).encode()))
     with pytest.raises(UserError, match="sizes and offsets must be whole numbers"):
         TensorFile(path, "")

@@ -1,5 +1,4 @@
-"""Weight sets are written in one pass, are whole or absent however a run ends, and are compared with the
-source. Every tensor has one row of the sharding tables, and rank files hold exactly its parts."""
+"""Weight sets are written in one pass, are whole or absent however a run ends, and hold each tensor's parts exactly."""
 
 import errno
 import os
@@ -11,12 +10,13 @@ from contextlib import nullcontext
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import helpers
 import pytest
 import torch
 from blake3 import blake3
-from helpers import Together, exit_code, forked, one_thread, randn, rel, rewrite, save_weights  # noqa: F401
+from helpers import Together, exit_code, forked, one_thread, randn, rel, save_weights  # noqa: F401
 from ltx_core.model.transformer import LTXModelConfigurator
 from ltx_core.text_encoders.gemma import embeddings_connector as upstream
 from safetensors.torch import load_file, save_file
@@ -27,23 +27,18 @@ from tiny.gemma import write_gemma4_file
 from torch.func import functional_call
 from xxhash import xxh3_128
 
-from ltx_neuron.artifacts import build
-from ltx_neuron.artifacts.workspace import Workspace
 from ltx_neuron.config.gemma import GemmaConfig, gemma_config, read_config
-from ltx_neuron.config.profiles import resolve
-from ltx_neuron.config.transformer import Bucket, transformer_config
+from ltx_neuron.config.transformer import transformer_config
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST, read_json, write_checked
 from ltx_neuron.models.gemma3 import Gemma3Encoder, layers_first
-from ltx_neuron.models.parallel import SingleRank
-from ltx_neuron.models.programs import connector_program, dit_program, gemma3_program
 from ltx_neuron.plan.cost import text_weights
 from ltx_neuron.text.inputs import encoder_inputs
 from ltx_neuron.weights import rankfiles, sharder
 from ltx_neuron.weights.checkpoint import Checkpoint, Source, gemma_files
 from ltx_neuron.weights.model_files import TextEncoderFile
 from ltx_neuron.weights.rankfiles import HOST_FILE, SHARED_FILE, file_names, is_finished, rank_file, rank_path, verify
-from ltx_neuron.weights.sharder import TensorLayout, check_specs, compare, shard_specs, shard_weights
+from ltx_neuron.weights.sharder import TensorLayout, compare, shard_specs, shard_weights
 from ltx_neuron.weights.sharding import ALL, COL, HOST, ROW, SHARDED_MODELS, local_shape, rule
 from ltx_neuron.weights.tensorfile import TensorFile
 
@@ -75,12 +70,6 @@ def whole(source, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def small_pieces(monkeypatch):
-    """Pieces smaller than most tensors."""
-    monkeypatch.setattr(sharder, "_PIECE_BYTES", 500)
-
-
-@pytest.fixture
 def interrupted(monkeypatch):
     """interrupted(name, action): runs call action() when they come to a tensor; interrupted() ends that."""
 
@@ -95,11 +84,7 @@ def interrupted(monkeypatch):
     return patch
 
 
-def stop() -> None:
-    raise KeyboardInterrupt
-
-
-def test_a_set_is_the_same_bytes_in_one_pass_over_bounded_pieces(source, whole, tmp_path, small_pieces, monkeypatch):
+def test_a_set_is_the_same_bytes_in_one_pass_over_bounded_pieces(source, whole, tmp_path, monkeypatch):
     sizes, read, fsync, synced, folder = [], TensorFile.read, os.fsync, [], tmp_path / "weights"
 
     def counted(self, *args):
@@ -112,6 +97,7 @@ def test_a_set_is_the_same_bytes_in_one_pass_over_bounded_pieces(source, whole, 
             assert content(folder).keys() == {*file_names(TP)}
         fsync(descriptor)
 
+    monkeypatch.setattr(sharder, "_PIECE_BYTES", 500)  # smaller than most tensors
     monkeypatch.setattr(TensorFile, "read", counted)
     monkeypatch.setattr(os, "fsync", noted)
     assert write(source, folder) and folder in synced
@@ -138,24 +124,6 @@ def test_a_file_is_cast_and_aligned_and_the_manifest_accounts_for_every_tensor_o
     assert described["files"] == [{"name": tiny.checkpoint.name, "bytes": file.size, "header_blake3": header}]
 
 
-def test_tensors_that_do_not_fit_the_model_are_listed_and_nothing_is_written(source, tiny, tmp_path):
-    specs = shard_specs(source, TP, {})
-    graphs = {spec.name: spec.stored for spec in specs}
-    check_specs(specs, graphs, {})
-    del graphs["proj_out.weight"]
-    with pytest.raises(UserError) as error:
-        check_specs(specs, graphs | {"proj_out.bias": (3,)}, {"new.weight": (1,)})
-    problems = "missing: new.weight", "proj_out.bias: (128,), wanted (3,)", "unexpected: proj_out.weight"
-    assert tuple(line.strip() for line in str(error.value).splitlines()[1:]) == problems
-    path = rewrite(
-        tiny.checkpoint, tmp_path / "lacking", lambda tensors: tensors.pop(f"model.diffusion_model.{MIDDLE}")
-    )
-    workspace = Workspace(path, resolve("cpu"), tmp_path / "artifacts", TP, "float32")
-    with pytest.raises(UserError, match=f"missing: {MIDDLE}"):
-        build.make(workspace, workspace.weight_sets("dit"))
-    assert not (tmp_path / "artifacts").exists()
-
-
 def test_weights_that_all_ranks_have_are_one_file_and_sets_of_equal_files_are_still_read(tiny, tmp_path):
     source = Source(SHARDED_MODELS["vae"], [Checkpoint(tiny.checkpoint)])
     specs, folder, old = shard_specs(source, TP, {}), tmp_path / "weights", tmp_path / "old"
@@ -180,32 +148,25 @@ def test_weights_that_all_ranks_have_are_one_file_and_sets_of_equal_files_are_st
 # --- runs that end early --------------------------------------------------------------------------
 
 
-def test_a_tensor_with_fewer_bytes_than_the_header_says_ends_the_run(source, tmp_path, monkeypatch):
-    """A file has its full length from the beginning: only what was written tells."""
-
-    def short(self, name, bounds):
-        return (piece[:-1] if name == "proj_out.bias" else piece for piece in PIECES(self, name, bounds))
-
-    monkeypatch.setattr(Source, "pieces", short)
-    with pytest.raises(RuntimeError, match=r"wrote \d+ bytes, the header says"):
-        write(source, tmp_path / "weights")
-    assert not (tmp_path / "weights" / MANIFEST).exists()
-
-
-def test_a_stopped_run_leaves_no_folder_and_no_earlier_set_that_counts_as_finished(
-    source, whole, tmp_path, interrupted
-):
+def test_a_run_that_ends_early_leaves_no_set_and_no_earlier_one(source, whole, tmp_path, interrupted, monkeypatch):
     new, copy = tmp_path / "new", shutil.copytree(whole, tmp_path / "weights")
-    interrupted(LATE, stop)
+    interrupted(LATE, Mock(side_effect=KeyboardInterrupt))
     for folder in (new, copy):
         with pytest.raises(KeyboardInterrupt):
             write(source, folder, changed=True)
     assert not new.exists() and not is_finished(copy, IDENTITY) and not [*copy.iterdir()]
 
+    def short(self, name, bounds):
+        return (piece[:-1] if name == "proj_out.bias" else piece for piece in PIECES(self, name, bounds))
 
-def test_after_a_kill_the_next_run_writes_the_same_bytes_and_removes_what_was_left(
-    source, whole, tmp_path, interrupted
-):
+    # A file has its full length from the beginning: only what was written tells.
+    monkeypatch.setattr(Source, "pieces", short)
+    with pytest.raises(RuntimeError, match=r"wrote \d+ bytes, the header says"):
+        write(source, new)
+    assert not (new / MANIFEST).exists()
+
+
+def test_after_a_kill_the_next_run_removes_what_was_left(source, whole, tmp_path, interrupted):
     folder = tmp_path / "weights"
 
     def killed() -> None:
@@ -219,9 +180,7 @@ def test_after_a_kill_the_next_run_writes_the_same_bytes_and_removes_what_was_le
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_second_run_waits_for_the_first_and_writes_the_set_if_that_failed(
-    source, whole, tmp_path, interrupted, capsys, fails
-):
+def test_a_second_run_waits_and_writes_the_set_if_the_first_failed(source, whole, tmp_path, interrupted, capsys, fails):
     folder, second = tmp_path / "weights", []
 
     def meanwhile() -> None:
@@ -229,7 +188,7 @@ def test_a_second_run_waits_for_the_first_and_writes_the_set_if_that_failed(
         second.append(pool.submit(write, source, folder))
         assert not wait(second, timeout=0.3).done
         if fails:
-            stop()
+            raise KeyboardInterrupt
 
     with ThreadPoolExecutor(1) as pool:
         interrupted(MIDDLE, meanwhile)
@@ -239,9 +198,6 @@ def test_a_second_run_waits_for_the_first_and_writes_the_set_if_that_failed(
     waiting = f"another process ({os.getpid()}) is writing {folder}; waiting for it"
     assert capsys.readouterr().out.count(waiting) == 1
     assert content(folder) == content(whole) and [*tmp_path.iterdir()] == [folder]
-
-
-# --- the disk -------------------------------------------------------------------------------------
 
 
 def test_a_disk_without_room_is_refused_before_the_first_byte(source, whole, tmp_path, monkeypatch):
@@ -256,9 +212,7 @@ def test_a_disk_without_room_is_refused_before_the_first_byte(source, whole, tmp
 
 
 @pytest.mark.parametrize("reserves", [True, False])
-def test_rank_files_reserve_their_room_and_a_disk_that_fills_up_leaves_nothing(
-    source, whole, small_disk, small_pieces, interrupted, monkeypatch, reserves
-):
+def test_room_is_reserved_and_a_full_disk_keeps_nothing(source, whole, small_disk, interrupted, monkeypatch, reserves):
     folder, other = small_disk / "weights", small_disk / "other"
 
     def fill() -> None:
@@ -269,6 +223,7 @@ def test_rank_files_reserve_their_room_and_a_disk_that_fills_up_leaves_nothing(
     def unsupported(*_) -> None:
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
+    monkeypatch.setattr(sharder, "_PIECE_BYTES", 500)
     interrupted(MIDDLE, fill)
     if not reserves:
         monkeypatch.setattr(os, "posix_fallocate", unsupported)
@@ -284,17 +239,6 @@ def test_rank_files_reserve_their_room_and_a_disk_that_fills_up_leaves_nothing(
 # --- which rank has what --------------------------------------------------------------------------
 
 
-def rows(model: str, name: str) -> list:
-    return [pattern for pattern in SHARDED_MODELS[model].table if re.fullmatch(pattern, name)]
-
-
-@pytest.fixture(scope="module")
-def sources(tiny, source):
-    """The tensors of both models of the tiny assets."""
-    gemma3 = Source(SHARDED_MODELS["gemma3"], [Checkpoint(tiny.checkpoint), *gemma_files(tiny.gemma_root)])
-    return {"dit": source, "gemma3": gemma3}
-
-
 def layouts_of(gemma: GemmaConfig) -> dict[str, TensorLayout]:
     """How shard_weights() lays out the two projections of the text encoder."""
     layout = TensorLayout(lambda weight: layers_first(weight, gemma.hidden_size), split=1)
@@ -302,8 +246,10 @@ def layouts_of(gemma: GemmaConfig) -> dict[str, TensorLayout]:
 
 
 @pytest.fixture(scope="module")
-def layouts(tiny):
-    return {"dit": {}, "gemma3": layouts_of(gemma_config(tiny.gemma_root))}
+def sources(tiny, source):
+    """The tensors of both models of the tiny assets, and the layouts in which they are stored."""
+    gemma3 = Source(SHARDED_MODELS["gemma3"], [Checkpoint(tiny.checkpoint), *gemma_files(tiny.gemma_root)])
+    return {"dit": (source, {}), "gemma3": (gemma3, layouts_of(gemma_config(tiny.gemma_root)))}
 
 
 def test_every_tensor_has_exactly_one_row_and_every_row_a_tensor(sources):
@@ -318,12 +264,12 @@ def test_every_tensor_has_exactly_one_row_and_every_row_a_tensor(sources):
             tensors = configurator.from_config(released_config()).state_dict()
             shapes[model] |= {prefix + name: tuple(tensor.shape) for name, tensor in tensors.items()}
     assert {model: len(names) for model, names in shapes.items()} == {"dit": 4186, "gemma3": 258}  # as released
-    for model, source in sources.items():
-        for names in (source.locations, shapes[model]):
-            assert {name: len(rows(model, name)) for name in names if len(rows(model, name)) != 1} == {}
-        used = {pattern for name in source.locations for pattern in rows(model, name)}
+    for model, (source, _) in sources.items():
+        table, names = SHARDED_MODELS[model].table, {*source.locations, *shapes[model]}
+        rows = {name: [pattern for pattern in table if re.fullmatch(pattern, name)] for name in names}
+        assert {name: found for name, found in rows.items() if len(found) != 1} == {}
         later = {"keyframes_abs_pos_embedding"}  # LTX-2.5's
-        assert set(SHARDED_MODELS[model].table) - later == used
+        assert {*table} - later == {rows[name][0] for name in source.locations}
         for name, shape in shapes[model].items():  # and what it splits can be split
             split = rule(SHARDED_MODELS[model], name)
             for tp in (4, 32):
@@ -344,8 +290,8 @@ def test_a_tensor_of_no_row_of_two_or_of_two_files_stops_the_sharder(tmp_path):
 
 
 @pytest.mark.parametrize("model", ["dit", "gemma3"])
-def test_the_parts_of_all_ranks_give_back_every_source_tensor_bit_for_bit(model, sources, layouts, tmp_path):
-    source, arranged = sources[model], layouts[model]
+def test_the_parts_of_all_ranks_give_back_every_source_tensor_bit_for_bit(model, sources, tmp_path):
+    source, arranged = sources[model]
     # fp32 keeps every bit of bf16 and of fp32 sources.
     shard_weights(source, tmp_path, {"tp": TP}, TP, torch.float32, shard_specs(source, TP, arranged))
     ranks, host = [load_file(tmp_path / rank_file(rank)) for rank in range(TP)], load_file(tmp_path / HOST_FILE)
@@ -364,25 +310,6 @@ def test_the_parts_of_all_ranks_give_back_every_source_tensor_bit_for_bit(model,
         assert torch.equal(whole, source.tensor(name).float()), name
 
 
-def test_ranks_get_just_the_parameters_of_the_graphs_in_their_shapes(sources, layouts, tiny):
-    gemma = gemma_config(tiny.gemma_root)
-    config = transformer_config(Checkpoint(tiny.checkpoint).config)
-    how = TP, SingleRank(), torch.float32
-    programs = {
-        "dit": [dit_program(config, Bucket(6, 4, 1, 3), *how, blocks_per_graph=config.num_layers)],
-        "gemma3": [gemma3_program(gemma, config, 8, *how, states=True), connector_program(config, *how)],
-    }
-    for model, source in sources.items():
-        expected = {
-            name: tuple(parameter.shape)
-            for program in programs[model]
-            for graph in program.graphs.values()
-            for name, parameter in graph.module.named_parameters()
-        }
-        got = {cut.name: cut.stored for cut in shard_specs(source, TP, layouts[model]) if cut.split != HOST}
-        assert got == expected
-
-
 def test_degrees_that_cut_a_head_or_a_tensor_are_refused_by_name():
     sizes = TinySizes(gemma_heads=24, gemma_kv_heads=8, gemma_head_dim=384, gemma_hidden=3840)
     gemma = read_config(tiny_gemma_config(sizes), Path("config.json"))
@@ -391,11 +318,9 @@ def test_degrees_that_cut_a_head_or_a_tensor_are_refused_by_name():
     with pytest.raises(UserError, match="degree 16 does not divide Gemma num_attention_heads=24"):
         gemma.check_tensor_parallel(16)
     gemma.check_tensor_parallel(24)  # a rank has one query and one key-value head, which three ranks share
-    _, config = helpers.made_config()
-    config.check_tensor_parallel(4)
     for tp in (8, 3, 0):
         with pytest.raises(UserError, match=rf"degree {tp} does not divide num_attention_heads=4"):
-            config.check_tensor_parallel(tp)
+            helpers.made_config()[1].check_tensor_parallel(tp)
     with pytest.raises(UserError, match=r"'to_q' of shape \[6, 4\] cannot be split over 4 ranks along dimension 0"):
         local_shape((6, 4), COL, 4, "to_q")
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import rewrite
-from jobs import make_job, replace
+from jobs import make_job
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -92,14 +92,12 @@ def quantise(layout: str, tensors: dict, metadata: dict) -> dict:
         scale = tensors[key].float().abs().amax() / 448
         tensors[key] = (tensors[key].float() / scale).clamp(-448, 448).to(FLOAT8)
         plain[key] = (tensors[key].float() * scale).bfloat16()
-        beside = {"weight_scale": scale}
-        if layout == "comfy":
-            beside = {"scale_weight": scale[None], "scale_input": scale.clone()}
-        elif layout == "comfy_note":
-            beside["comfy_quant"] = note(**FORMAT, full_precision_matrix_mult=True)
-        else:
-            beside["input_scale"] = torch.tensor(0.02)
-        tensors |= {f"{name}.{part}": tensor for part, tensor in beside.items()}
+        beside = {
+            "comfy": {"scale_weight": scale[None], "scale_input": scale.clone()},
+            "comfy_note": {"weight_scale": scale, "comfy_quant": note(**FORMAT, full_precision_matrix_mult=True)},
+            "scaled": {"weight_scale": scale, "input_scale": torch.tensor(0.02)},
+        }
+        tensors |= {f"{name}.{part}": tensor for part, tensor in beside[layout].items()}
     if layout == "comfy":
         tensors["model.diffusion_model.scaled_fp8"] = torch.ones(2).to(FLOAT8)
     if layout == "scaled":
@@ -191,7 +189,7 @@ def test_an_int8_value_is_rotated_and_scaled_in_float32_and_rounded_once(tmp_pat
     assert torch.equal(file.read("a.weight", 3, 5), expected[3:5])
 
 
-def test_a_quantised_file_has_its_own_identity_and_its_scales_are_verified(pairs, tmp_path):
+def test_a_quantised_file_has_its_own_identity_verified_scales_and_a_line_in_plans(pairs, tmp_path):
     (scaled,), (plain,) = pairs("scaled")
     workspace, other = (Workspace(file.path, resolve("cpu"), tmp_path, 2, "bfloat16") for file in (scaled, plain))
     (folder,) = build.make(workspace, workspace.weight_sets("dit"))
@@ -205,21 +203,14 @@ def test_a_quantised_file_has_its_own_identity_and_its_scales_are_verified(pairs
     assert damaged.fingerprint != source.fingerprint
     problem = "transformer_blocks.1.attn1.to_q.weight differs from the source"
     assert compare(damaged, folder, torch.bfloat16, specs) == [f"rank{n}.safetensors: {problem}" for n in (0, 1)]
-
-
-def test_the_plan_and_the_doctor_print_that_weights_are_dequantised(pairs, tmp_path):
+    # The plan and the doctor print it.
     line = "34 weights in float8 are dequantised while sharding; the sharded set is as large as the bf16 file's"
-    (file,), (plain,) = pairs("scaled")
-    planned = plan.plan(file, resolve("cpu"), make_job("", Size(64, 64, 9)), 2, "bfloat16", None)
+    planned = plan.plan(scaled, resolve("cpu"), make_job("", Size(64, 64, 9)), 2, "bfloat16", None)
     assert line in " ".join(table(planned).split())
-    assert "float8" not in table(replace(planned, quantised=plain.describe_quantised()))
-    assert plan._dit_bytes(file, 2, torch.bfloat16) == plan._dit_bytes(plain, 2, torch.bfloat16)
-    workspace = Workspace(file.path, resolve("cpu"), tmp_path, 2, "bfloat16")
+    assert plan._dit_bytes(scaled, 2, torch.bfloat16) == plan._dit_bytes(plain, 2, torch.bfloat16)
     examination = SimpleNamespace(workspace=lambda: workspace, weight_sets=((),))
     assert f"; {line} (34 have a scale)" in checks._checkpoint(examination)
 
-
-# --- what is refused ------------------------------------------------------------------------------
 
 PARTS = {"weight": torch.ones(8, 4).to(FLOAT8), "bias": torch.ones(8).bfloat16()}
 PARTS |= {"weight_scale": torch.tensor(0.02), "input_scale": torch.tensor(0.02)}
@@ -269,16 +260,14 @@ def test_an_unknown_layout_or_a_damaged_scale_is_refused_by_its_tensor(tmp_path,
     assert reference.startswith("Wanted: BF16, or F8_E4M3") and reference.endswith("DOWNLOAD")
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"layers": ["attn1"]}'])
-def test_metadata_that_are_no_list_of_layers_are_refused(tmp_path, text):
-    save_file(SCALED, tmp_path / "bad.safetensors", {"_quantization_metadata": text})
-    with pytest.raises(UserError, match="_quantization_metadata is damaged"):
-        WeightFile(tmp_path / "bad.safetensors", "")
-
-
-@pytest.mark.parametrize(("dtype", "stored"), [(torch.float8_e5m2, "F8_E5M2"), (torch.int8, "I8")])
-def test_weights_in_another_small_dtype_are_refused_by_name(tmp_path, dtype, stored):
-    save_file({f"{QUERY}.weight": torch.ones(8, 4).to(dtype)}, tmp_path / "bad.safetensors")
-    message = f"{QUERY}.weight is stored as {stored}, which is not implemented; wanted.*F8_E4M3(?s:.*)DOWNLOAD"
-    with pytest.raises(UserError, match=message):
-        Source(SHARDED_MODELS["dit"], [WeightFile(tmp_path / "bad.safetensors", "DOWNLOAD")])
+def test_damaged_metadata_and_weights_in_another_small_dtype_are_refused_by_name(tmp_path):
+    path = tmp_path / "bad.safetensors"
+    for text in ("{", "[]", '{"layers": ["attn1"]}'):
+        save_file(SCALED, path, {"_quantization_metadata": text})
+        with pytest.raises(UserError, match="_quantization_metadata is damaged"):
+            WeightFile(path, "")
+    for dtype, stored in ((torch.float8_e5m2, "F8_E5M2"), (torch.int8, "I8")):
+        save_file({f"{QUERY}.weight": torch.ones(8, 4).to(dtype)}, path)
+        message = f"{QUERY}.weight is stored as {stored}, which is not implemented; wanted.*F8_E4M3(?s:.*)DOWNLOAD"
+        with pytest.raises(UserError, match=message):
+            Source(SHARDED_MODELS["dit"], [WeightFile(path, "DOWNLOAD")])
