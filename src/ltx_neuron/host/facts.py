@@ -8,7 +8,7 @@ from ltx_neuron.files import check_readable
 from ltx_neuron.format import print_once
 from ltx_neuron.host import input_files
 from ltx_neuron.host.hdr import exr_frames, package, read_exr
-from ltx_neuron.host.input_files import DUBBED, REFERENCE, RETAKE, VOICE
+from ltx_neuron.host.input_files import DUBBED, REFERENCE, RETAKE, VOICE, footage, is_still
 from ltx_neuron.sampling.conditions import WeightedFile
 from ltx_neuron.sampling.extension import check_source
 from ltx_neuron.sampling.inputs import JobInputs, Media
@@ -41,9 +41,9 @@ def read_media(
         hdr = _hdr_input(inputs)
         frames = 2 * hdr.num_frames - 1 if inputs.high_quality else hdr.num_frames
         return Media(references=((frames, False),), hdr=hdr)
-    stills = {path: input_files.is_still(path) for path, _ in inputs.video_conditioning}
+    stills = {path: is_still(path) for path, _ in inputs.video_conditioning}
     references = tuple(
-        (1 if stills[path] else input_files.footage(path, REFERENCE).num_frames, stills[path])
+        (1 if stills[path] else footage(path, REFERENCE).num_frames, stills[path])
         for path, _ in inputs.video_conditioning
     )
     detailing = detailing_scale(detailing_loras)
@@ -70,7 +70,7 @@ def _hdr_input(inputs: JobInputs) -> Size:
         height, width, _ = read_exr(files[0], REFERENCE).shape
         size = Size(height, width, len(files), rate or 0.0)
     else:
-        size = input_files.footage(path, REFERENCE, inputs.upright)
+        size = footage(path, REFERENCE, inputs.upright)
     frames = (size.num_frames - 1) // TIME_SCALE * TIME_SCALE + 1
     if frames != size.num_frames or any(side % 2 for side in size.sides):
         raise UserError(
@@ -98,7 +98,7 @@ def _clip(inputs: JobInputs) -> tuple[int, float]:
     path = inputs.reference_video
     assert path
     check_readable(path, DUBBED, f"; pass a video with sound as {DUBBED} FILE")
-    video = input_files.footage(path, DUBBED)
+    video = footage(path, DUBBED)
     frames, rate = video.num_frames, video.frame_rate
     used = max(1, (frames - 1) // TIME_SCALE * TIME_SCALE + 1)
     typed = [name for name in ("num_frames", "frame_rate") if getattr(inputs, name) is not None]
@@ -156,8 +156,7 @@ def upscaling(inputs: JobInputs, ic_loras: WeightSet) -> dict[str, Any]:
     path = inputs.upscale_video
     assert path
     check_readable(path, UPSCALED, f"; pass a video as {UPSCALED} FILE")
-    clip = input_files.footage(path, UPSCALED, inputs.upright)
-    scale, _ = reference_scale(ic_loras)
+    clip, (scale, _) = footage(path, UPSCALED, inputs.upright), reference_scale(ic_loras)
     windows = inputs.holds("chunked") or clip.seconds > _LONGEST
     frames = (clip.num_frames - 1) // TIME_SCALE * TIME_SCALE + 1
     sides = [-(-side // SPACE_SCALE) * SPACE_SCALE * scale for side in clip.sides]

@@ -194,7 +194,7 @@ def _conversion(path: str | Path) -> str:
 
 
 def _conversion_of_webp(path: str | Path) -> str:
-    """How to convert a video's file that is a WebP, of which PyAV reads no moving ones, else ""."""
+    """How to convert a moving WebP, which PyAV cannot read; "" for other files."""
     with suppress(OSError, SyntaxError, ValueError), _open_image(path) as image:
         if image.format == "WEBP":
             path, new = str(path), _new_name(path, ".png")
@@ -415,7 +415,7 @@ def pixels_of(frames: Iterable[np.ndarray], height: int, width: int) -> Tensor:
 # --- sounds ---------------------------------------------------------------------------------------
 
 CHANNELS = 2  # of the encoded sound
-# Sample rates of AAC, as which the MP4 has a given sound.
+# Sample rates of AAC, which an input sound has in the MP4.
 AAC_RATES = 7350, 8000, 11025, 12000, 16000, 22050, 24000, 32000, 44100, 48000, 64000, 88200, 96000
 _MOST_TAPS = 2**25  # of all filters together: rates without a common divisor would need gigabytes
 _HEARD = 1 / shapes.AUDIO_LATENTS_PER_SECOND  # seconds: less is not worth a note
