@@ -2,6 +2,7 @@
 that imported it once, and so is the server of the script's ranks."""
 
 import atexit
+import gc
 import multiprocessing
 import os
 import runpy
@@ -67,6 +68,8 @@ def _script(command: list[str], cwd: Path, environment: dict, out, err) -> None:
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)
+    gc.freeze()  # as conftest does
+    gc.set_threshold(50_000, 20, 50)
     sys.argv = command
     sys.path.insert(0, str(Path(command[0]).parent))
     with mock.patch.object(util, "spawnv_passfds", _fork_passing):
