@@ -345,6 +345,7 @@ class Workspace:
         settings_of_size = graph_settings(profile)
         command = self._command("compile transformer", *(job.graph_flags() if job else ()))
         of_model = self._identity("dit", "", self.transformer.digest)
+        of_model |= registry.identity(profile, "dit")  # a size's compiler flags may be tuned
 
         def need(bucket: Bucket) -> Need:
             possible = may_divide(bucket, self.tp, profile.context_parallel)

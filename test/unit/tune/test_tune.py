@@ -407,3 +407,11 @@ def test_a_download_of_ltx_2_5_is_tuned_with_its_sampler_and_has_no_convolutions
     assert [stage.sampler for stage in jobs.pop().stages] == ["ancestral"]
     with pytest.raises(UserError, match="--vae: the diffusion decoder has no convolutions"):
         tune(split.folder, tmp_path, "--video-vae-path", split.diffusion_vae, "--vae")
+
+
+def test_the_graphs_of_a_tuned_size_are_identified_by_its_compiler_flags(tiny, tmp_path, monkeypatch):
+    default, tuned = (resolve("trn2.3xlarge", ("backend=nxd", *more)) for more in ((), ("compiler_flags.dit=-O3",)))
+    workspace = Workspace(tiny.checkpoint, default, tmp_path, 4, "bfloat16")
+    monkeypatch.setattr(workspace, "dit_profile", lambda *_: tuned)
+    (graphs,) = workspace.dit_graphs(make_job("", SIZE).buckets)
+    assert graphs.identity["compiler_flags"] == "-O3 --lnc=2"
