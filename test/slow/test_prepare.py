@@ -36,25 +36,25 @@ def content(folder) -> dict[str, object]:
 
 
 def test_a_killed_preparation_goes_on_and_the_next_one_does_nothing(scripts, tiny, tmp_path, capsys, monkeypatch):
-    setup = scripts(tiny, TP)
-    typed = [*setup.words(**SIZE, spatial_upsampler_path=tiny.spatial_upsampler), "--artifacts-dir", str(tmp_path)]
+    setup, artifacts = scripts(tiny, TP), tmp_path / "artifacts"
+    typed = [*setup.words(**SIZE, spatial_upsampler_path=tiny.spatial_upsampler), "--artifacts-dir", str(artifacts)]
     command = [sys.executable, "-m", "ltx_neuron", "prepare", *typed]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    wait_for(lambda: len([*tmp_path.glob(f"graphs/*/{MANIFEST}")]) == 1)
+    wait_for(lambda: len([*artifacts.glob(f"graphs/*/{MANIFEST}")]) == 1)
     process.kill()
     process.wait()
     dispatch(["prepare", *typed])
     printed = capsys.readouterr().out
     assert "1 of 1: DiT graphs, 64x64, 9 frames, two stages" in printed  # the weights were finished
-    prepared, times = content(tmp_path), {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    prepared, times = content(artifacts), {path: path.stat().st_mtime_ns for path in artifacts.rglob("*")}
     dispatch(["prepare", *typed])
     assert "nothing to do" in capsys.readouterr().out
-    assert times == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    assert times == {path: path.stat().st_mtime_ns for path in artifacts.rglob("*")}
 
     setup.prepare(**SIZE)
     theirs = content(setup.artifacts)
     assert len(prepared) > 9 and {name: theirs[name] for name in prepared} == prepared
-    assert os.listdir(tmp_path / "calibration")
+    assert os.listdir(artifacts / "calibration")
     monkeypatch.chdir(tmp_path)
     typed_in(printed.strip().splitlines()[-1])  # to make a video
     assert (tmp_path / "out.mp4").stat().st_size > 1000
