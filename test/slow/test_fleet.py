@@ -33,14 +33,11 @@ needs("ray", "openai", extras="dev,fleet,serve")
 
 SIZE = {"height": 128, "width": 128, "num_frames": 9, "two_stage": True}  # and its half, in one
 SMALL = {"height": 64, "width": 64, "num_frames": 9}
-QUIET = {"object_store_memory": 100 * 2**20}
+QUIET = {"num_cpus": 0, "object_store_memory": 100 * 2**20}
 # That a node is gone is known within seconds.
-HEALTH = {f"health_check_{name}_ms": ms for name, ms in (("initial_delay", 0), ("period", 1000), ("timeout", 4000))}
-HEALTH |= {
-    "health_check_failure_threshold": 4,
-    "memory_monitor_refresh_ms": 0,  # else Ray ends replicas where other programs fill the memory
-    "worker_niceness": 0,  # else other tests get nearly all of the machine
-}
+HEALTH = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 1000, "health_check_timeout_ms": 4000}
+# Else Ray ends replicas where other programs fill the memory, and other tests get nearly all of the machine.
+HEALTH |= {"health_check_failure_threshold": 4, "memory_monitor_refresh_ms": 0, "worker_niceness": 0}
 LINES = [
     {"prompt": "waves crash on the shore", **SIZE},
     {"prompt": "birds sing", **SMALL},
@@ -82,8 +79,7 @@ def cluster():
     """A head that computes nothing; tests add nodes."""
     from ray.cluster_utils import Cluster
 
-    head = {"num_cpus": 0, "include_dashboard": False, "_system_config": HEALTH, **QUIET}
-    cluster = Cluster(True, head_node_args=head)
+    cluster = Cluster(True, head_node_args={"include_dashboard": False, "_system_config": HEALTH, **QUIET})
     yield cluster
     cluster.shutdown()
 
@@ -94,7 +90,7 @@ def node(cluster):
     added = []
 
     def add(**resources):
-        added.append(cluster.add_node(**{"num_cpus": 0, **QUIET, **resources}))
+        added.append(cluster.add_node(**QUIET | resources))
         return added[-1]
 
     yield add
@@ -172,9 +168,7 @@ class Scene:
 
         def look() -> None:
             assert time.monotonic() < end, "it did not happen"
-            try:
-                next(happens)
-            except StopIteration:
+            if next(happens, "done") == "done":
                 self.pool.stop.set()
 
         with closing(self.queue):

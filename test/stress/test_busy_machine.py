@@ -41,10 +41,9 @@ def test_a_run_that_is_paused_at_any_moment_ends_well(run, tmp_path, number):
     """It and its ranks, as by Ctrl-Z and fg."""
     process = run.begun(tmp_path, no_prompt_cache=True)
     time.sleep(random.Random(f"{SEED} {number}").uniform(0, run.seconds))
-    try:
+    paused = []
+    with suppress(psutil.NoSuchProcess):  # it has ended
         paused = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-    except psutil.NoSuchProcess:  # it has ended
-        paused = []
     for act in (psutil.Process.suspend, psutil.Process.resume):
         for each in paused:
             with suppress(psutil.NoSuchProcess):

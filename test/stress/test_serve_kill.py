@@ -13,18 +13,17 @@ from lib.service import PROMPTS, Service
 
 from ltx_neuron.service.queue import Queue
 
-pytestmark = pytest.mark.timeout(3 * 3600)  # three Ray nodes on two cores took most of one hour, beside other work
+LONG = 3 * 3600  # three Ray nodes on two cores took most of one hour, beside other work
+pytestmark = pytest.mark.timeout(LONG)
 JOBS, SEED = stress_count(1000), 1
 KILLS = stress_count(20)  # of the front, and as many of the worker
 SIZE = {"height": 32, "width": 32, "num_frames": 9}
-AHEAD = 300  # jobs that wait at most
-LONG = 3 * 3600
 
 
 def send(service: Service, ids: list[str], queue: Queue) -> None:
-    """Send all jobs. A request that was not answered is sent again with its Idempotency-Key."""
+    """Send all jobs; at most 300 wait. A request that was not answered is sent again with its Idempotency-Key."""
     for number in range(JOBS):
-        wait_for(lambda number=number: number - queue.counts()["completed"] <= AHEAD, LONG, 0.1)
+        wait_for(lambda number=number: number - queue.counts()["completed"] <= 300, LONG, 0.1)
         body = {"prompt": PROMPTS[number % len(PROMPTS)], "size": "32x32"}
         ids.append(json.loads(service.ask("/videos", body, key=f"job-{number}"))["id"])
 

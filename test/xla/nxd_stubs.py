@@ -25,13 +25,12 @@ import numpy as np
 import torch
 
 SOURCE = "LTX_NEURON_NXD_SOURCE"  # environment variable: a checkout of aws-neuron/neuronx-distributed
-NEEDED = ("torch_xla", "jaxlib", "google.protobuf")  # of the venv that test/xla/make_xla_venv.sh makes
 _CLOSED = ("torch_neuronx", "libneuronxla", "neuronxcc", "nki", "nkilib", "boto3", "botocore", "s3transfer", "tenacity")
 
 
 def missing() -> str | None:
     """What this process lacks to run NxD's source, and how to get it; None where it can."""
-    lacking = [name for name in NEEDED if not _importable(name)]
+    lacking = [name for name in ("torch_xla", "jaxlib", "google.protobuf") if not _importable(name)]
     if lacking:
         return f"{', '.join(lacking)} not installed; a venv has them: test/xla/make_xla_venv.sh DIR"
     source = os.environ.get(SOURCE)
@@ -72,9 +71,8 @@ def install(source: Path, folder: Path) -> torch.library.Library:
     xla_trace.generate_hlo, xla_trace.get_torch_dtype = generate_hlo, lambda name: getattr(torch, name)
     import_module("nkilib.core.attention.attention_cte").attention_cte = NkiKernel()
     import_module("libneuronxla").neuron_xla_compile = lambda module_bytes, **_: module_bytes
-    torch.classes.neuron = SimpleNamespace(
-        SPMDModel=spmd_model, LayoutTransformation=object, Runtime=object, Model=object
-    )
+    unused = dict.fromkeys(("LayoutTransformation", "Runtime", "Model"), object)
+    torch.classes.neuron = SimpleNamespace(SPMDModel=spmd_model, **unused)
     torch_neuronx.contexts.disable_nrt_load = nullcontext
     # torch.ops.neuron, as far as NxDModel uses it, and the operator that runs a graph.
     library = torch.library.Library("neuron", "DEF")
@@ -108,9 +106,8 @@ class _Anything(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Serves every module of the closed packages; whatever is asked of one is a class that takes anything."""
 
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in _CLOSED:
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        return None
+        closed = name.split(".")[0] in _CLOSED
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if closed else None
 
     def create_module(self, spec):
         return _Module(spec.name)
@@ -163,8 +160,7 @@ def hlo_messages() -> dict:
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
     kind = descriptor_pb2.FieldDescriptorProto
-    names = {"name": "ltx_neuron_test_hlo.proto", "package": "ltxneurontest"}
-    file = descriptor_pb2.FileDescriptorProto(**names, syntax="proto3")
+    file = descriptor_pb2.FileDescriptorProto(name="ltx_neuron_test.proto", package="ltxneurontest", syntax="proto3")
     for message, fields in HLO.items():
         added = file.message_type.add(name=message)
         for name, number, of in (field.split() for field in fields.split(", ")):
@@ -198,10 +194,8 @@ class MetaNeff:
         self.serialized_graph_def = graph
 
     def SerializeToString(self) -> bytes:
-        names = {"shape": "shape", "dtype": "data_type", "type": "type", "parameter": "parameter", "value": "value"}
-        described = [{name: getattr(t, own) for name, own in names.items()} for t in self.input_tensors]
-        for each, tensor in zip(described, self.input_tensors, strict=True):
-            each["weight"] = tensor.checkpoint_key.decode()
+        told, tensors = ("shape", "data_type", "type", "parameter", "value"), self.input_tensors
+        described = [{n: getattr(t, n) for n in told} | {"weight": t.checkpoint_key.decode()} for t in tensors]
         return json.dumps(described).encode()
 
 
@@ -311,17 +305,11 @@ def spmd_model(neff: bytes, metaneff: bytes, local_ranks: int, world_size: int) 
 
 
 def _run(hlo: torch.Tensor, inputs: str, given: list[torch.Tensor], weights: list[torch.Tensor], ranks: int) -> list:
-    described, program = json.loads(inputs), Replicated(hlo.numpy().tobytes(), ranks)
-    arguments = [
-        _arguments(described, iter(_of_rank(given, ranks, rank)), iter(_of_rank(weights, ranks, rank)))
-        for rank in range(ranks)
-    ]
+    described, program, arguments = json.loads(inputs), Replicated(hlo.numpy().tobytes(), ranks), []
+    for rank in range(ranks):
+        own = (iter(x[rank * len(x) // ranks : (rank + 1) * len(x) // ranks]) for x in (given, weights))
+        arguments.append(_arguments(described, *own))
     return [tensor for outputs in program(arguments) for tensor in outputs]
-
-
-def _of_rank(tensors: list[torch.Tensor], ranks: int, rank: int) -> list[torch.Tensor]:
-    each = len(tensors) // ranks
-    return tensors[rank * each : (rank + 1) * each]
 
 
 def _arguments(described: list[dict], given, weights) -> list[torch.Tensor]:
@@ -329,10 +317,10 @@ def _arguments(described: list[dict], given, weights) -> list[torch.Tensor]:
     arguments = {}
     for tensor in described:
         if tensor["type"] == MetaTensor.Type.CONSTANT:
-            value = torch.tensor(tensor["value"], dtype=getattr(torch, tensor["dtype"]))
+            value = torch.tensor(tensor["value"], dtype=getattr(torch, tensor["data_type"]))
         else:
             value = next(given if tensor["type"] == MetaTensor.Type.USER_INPUT else weights)
-        if [*value.shape] != tensor["shape"] or str(value.dtype) != f"torch.{tensor['dtype']}":
+        if [*value.shape] != tensor["shape"] or str(value.dtype) != f"torch.{tensor['data_type']}":
             raise RuntimeError(f"status=2 message=Invalid: {tensor} given {tuple(value.shape)} {value.dtype}")
         arguments[tensor["parameter"]] = value
     return [arguments[number] for number in sorted(arguments)]

@@ -178,10 +178,6 @@ def test_both_buckets_and_both_blocks_use_one_copy_of_the_weights(generated, wor
             assert set().union(*used) == copy and sum(map(len, used)) == len(copy)
 
 
-def alive(references: list[weakref.ref]) -> int:
-    return sum(reference() is not None for reference in references)
-
-
 def test_what_is_unloaded_or_replaced_by_other_programs_or_weights_of_the_model_is_freed(workspace, tmp_path):
     other = shutil.copytree(workspace.dit_weights(), tmp_path / "weights")
     first, second = nxd.manifests_of(workspace).items()
@@ -192,7 +188,7 @@ def test_what_is_unloaded_or_replaced_by_other_programs_or_weights_of_the_model_
         leaving = [weakref.ref(model) for (of, _), copies in models if of == first[0] for model in copies]
         staying = {key: copies for key, copies in models if key[0] == second[0]}
         ranks.load(workspace.dit_weights(), dict([second]), torch.float32)
-        assert len(leaving) == 1 + 2 + 2 and alive(leaving) == 0
+        assert len(leaving) == 1 + 2 + 2 and all(reference() is None for reference in leaving)
         assert {*ranks.programs} == {second[0]} and weight_set.models == staying
         calls = ("head", 0), ("blocks", 0), ("blocks", 1), ("tail", 0)
         assert {*weight_set.inputs} == {(second[0], *call) for call in calls}
@@ -200,14 +196,14 @@ def test_what_is_unloaded_or_replaced_by_other_programs_or_weights_of_the_model_
         del staying, weight_set, models
         ranks.load(other, dict([first]), torch.float32)
         assert [each.folder for each in ranks._sets] == [other] and {*ranks.programs} == {first[0]}
-        assert alive(watched) == 0
+        assert all(reference() is None for reference in watched)
         (weight_set,) = ranks._sets
         watched = [weakref.ref(model) for copies in weight_set.models.values() for model in copies]
         watched += [weakref.ref(tensor) for tensors in weight_set.tensors for tensor in tensors.values()]
         inputs = weight_set.inputs
         del weight_set
         ranks.unload()
-        assert alive(watched) == 0 and inputs == {}
+        assert all(reference() is None for reference in watched) and inputs == {}
         ranks.load(workspace.dit_weights(), nxd.manifests_of(workspace), torch.float32)  # and comes back
 
 

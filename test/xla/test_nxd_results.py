@@ -68,7 +68,8 @@ def jobs(assets, tmp_path_factory) -> dict[str, Job]:
     plain, lora = make_job(PROMPT, Size(64, 64, 9), 3), (Lora(assets.lora, 0.8),)
     guided = replace(plain, **GUIDED, negative_prompt="grey")
     audio = GUIDED | {"guidance": Guidance(StreamGuidance(), replace(GUIDANCE, modality_scale=1.0))}
-    reference = {"references": (ReferenceVideo(clip, 0.7, 9),), "attention_mask": AttentionMask(mask, 0.6)}
+    reference = {"references": (ReferenceVideo(clip, 0.7, 9),), "stage_1_loras": lora, "skip_stage_2": True}
+    reference["attention_mask"] = AttentionMask(mask, 0.6)
     return {
         "two stages, stage 1": make_job(PROMPT, SIZE, 3, skip_stage_2=True),
         "guided": replace(guided, size=Size(64, 32, 9)),
@@ -77,9 +78,7 @@ def jobs(assets, tmp_path_factory) -> dict[str, Job]:
         "negative prompt": replace(plain, negative_prompt="grey", nag_scale=5.0),
         "sound alone": make_job(PROMPT, Size(0, 0, 30, 30.0), sound_only=True, **audio),
         "voice": replace(guided, stage_1_loras=lora, reference_sound=read_voice(sound)),
-        "masked reference": make_job(
-            PROMPT, replace(SIZE, height=128, width=128), 4, stage_1_loras=lora, skip_stage_2=True, **reference
-        ),
+        "masked reference": make_job(PROMPT, replace(SIZE, height=128, width=128), 4, **reference),
     }
 
 

@@ -30,7 +30,6 @@ pytestmark = pytest.mark.timeout(7200)
 
 COMMAND = "with Neuron's SDK: python -m pytest test/xla/test_sdk.py"
 TRN2 = PROFILES["trn2.3xlarge"]
-BLOCKS = 2
 
 
 @pytest.fixture
@@ -69,10 +68,10 @@ def test_neuronx_cc_compiles_the_graphs_of_two_blocks(backend, guided, tmp_path)
             raise UserError("no neuronx-cc in PATH")
     except UserError as error:
         pytest.skip(f"GRAPHS NOT COMPILED ({str(error).splitlines()[0]}); {COMMAND}")
-    config = replace(transformer_config(released_config()), num_layers=BLOCKS)
+    config = replace(transformer_config(released_config()), num_layers=2)
     (bucket,) = make_job("", recipe="dev" if guided else "distilled").buckets
     comm = registry.comm(profile, profile.tp)
-    make = partial(dit_program, config, bucket, profile.tp, comm, torch.bfloat16, BLOCKS, profile.attention)
+    make = partial(dit_program, config, bucket, profile.tp, comm, torch.bfloat16, 2, profile.attention)
     identity = {"model": "dit", "bucket": bucket.name, **registry.identity(profile, "dit")}
     registry.compile_program(make, tmp_path / "graphs", identity, torch.bfloat16, profile, profile.tp)
     # TorchNeuron's graphs are compiled where they run, or here.

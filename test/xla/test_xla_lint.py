@@ -8,6 +8,7 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 from graphs import FAULTS, RANKS, TP, findings_of, program, text_of
 from lint import compare_ranks, hlo, lower
 from lint.cases import dtype_of, programs
@@ -30,11 +31,7 @@ def test_a_planted_fault_is_found_in_the_hlo(name):
 
 def test_a_value_that_is_the_ranks_own_is_found_though_its_hlo_is_the_same():
     """torch_xla makes a parameter of a tensor that the function makes of Python numbers: the tracing rank's."""
-
-    def own(x, index):
-        return x * torch.tensor([1.0 + torch.distributed.get_rank()] * 8).to(x.device)
-
-    text = text_of(findings_of(lower, own))
+    text = text_of(findings_of(lower, lambda x, index: x * torch.tensor([1.0 + dist.get_rank()] * 8).to(x.device)))
     assert "made while tracing: tensor (8,)" in text and "rank 0 has" in text
 
 

@@ -63,9 +63,8 @@ def test_each_rank_of_a_launch_sees_one_core_and_one_process_sees_all(visible, p
 def test_a_rank_has_a_core_size_flags_an_address_and_folders_of_what_it_compiles(tmp_path):
     os.environ |= {"NEURON_RT_VISIBLE_CORES": "4-7", "PATH": "/usr/bin:/bin", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     # A user may give a slow first run more time, as the message of a run that did not end in time says.
-    os.environ["NEURON_RT_EXEC_TIMEOUT"] = "1800"
-    assert environment.of_rank(LARGE, 4, 1, tmp_path)["NEURON_RT_EXEC_TIMEOUT"] == "1800"
-    del os.environ["NEURON_RT_EXEC_TIMEOUT"]
+    with mock.patch.dict(os.environ, {"NEURON_RT_EXEC_TIMEOUT": "1800"}):
+        assert environment.of_rank(LARGE, 4, 1, tmp_path)["NEURON_RT_EXEC_TIMEOUT"] == "1800"
     variables = environment.of_rank(LARGE, 4, 1, tmp_path)
     assert variables.items() >= dict(LARGE.environment).items() and variables["NEURON_RT_EXEC_TIMEOUT"] == "600"
     assert variables["NEURON_LOGICAL_NC_CONFIG"] == "2" and "NEURON_CC_FLAGS" not in variables

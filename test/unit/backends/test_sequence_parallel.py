@@ -33,9 +33,6 @@ TP, LAYERS, SHAPE, TOKENS, AUDIO_TOKENS = 4, 2, (3, 2, 4), 24, 18
 STEPS = len(STAGE_2_SIGMAS) - 1
 # Two blocks of a width of 32, whose sums over the ranks have another order
 EQUAL = fp32_bound(*block_summands(32) * LAYERS)
-SHOWS = 1e-3  # what tokens in a wrong order change at least
-# Roundings of bf16 fall out differently in every order of sums: docs/architecture.md, numerics.
-BF16_FACTOR, BF16_FLOOR = 2, 0.005
 
 
 @cache
@@ -98,10 +95,9 @@ def run(program, weights: dict, inputs: dict, dtype: torch.dtype) -> dict[str, t
     fields = program.fields
     held = {name: value.to(fields[name].dtype) for name, value in inputs.items() if name in fields}
     weights = {name: tensor.to(dtype) for name, tensor in weights.items()}
-    guided = "keep" in held
     with torch.no_grad():
         for name, first in next(iter(program.runs.values())):
-            rows = {"keep": held["keep"][first:][: fields["keep"].shape[0]]} if guided else {}
+            rows = {"keep": held["keep"][first:][: fields["keep"].shape[0]]} if "keep" in held else {}
             held |= call(program, name, first, weights, held | rows)
     return held
 
@@ -173,9 +169,9 @@ def test_ranks_that_share_the_tokens_give_what_one_rank_gives(layout, timesteps,
         name = f"{stream}_{'x0' if bucket.guided else 'latent'}"
         assert all(torch.equal(rank[name], got[0][name]) for rank in got)
         assert rel(got[0][name], expected[name]) < EQUAL
-    if kind == "ancestral":  # the marks of tokens matter
+    if kind == "ancestral":  # marks in a wrong order show
         other = alone(bucket, inputs | {"keyframes_mask": inputs["keyframes_mask"].roll(1, 0)})
-        assert rel(other["video_latent"], expected["video_latent"]) > SHOWS
+        assert rel(other["video_latent"], expected["video_latent"]) > 1e-3
 
 
 def test_in_bf16_the_ranks_are_as_near_to_fp32_as_without_it():
@@ -184,8 +180,8 @@ def test_in_bf16_the_ranks_are_as_near_to_fp32_as_without_it():
     exact = alone(bucket, inputs)
     divided, whole = (on_ranks(bucket, inputs, torch.bfloat16, layout=layout)[0] for layout in (SEQUENCE, Layout()))
     for name in ("video_latent", "audio_latent"):
-        allowed = BF16_FACTOR * rel(whole[name], exact[name]) + BF16_FLOOR
-        assert 0 < rel(divided[name], exact[name]) < allowed
+        # Roundings of bf16 fall out differently in every order of sums: docs/architecture.md, numerics.
+        assert 0 < rel(divided[name], exact[name]) < 2 * rel(whole[name], exact[name]) + 0.005
 
 
 def costs(config, tokens: int, audio: int, layout: Layout) -> list[dict]:

@@ -3,6 +3,7 @@
 import threading
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -123,15 +124,10 @@ def test_passes_are_dealt_one_to_each_group_in_turn_and_sent_to_the_others():
     assert team.pass_ms == of_passes + [(number, "guide", 2.0) for number in (1, 2, 3)]
 
 
-def test_groups_run_their_passes_at_the_same_time():
-    both = threading.Barrier(2, timeout=10)
-
-    class Waiting(Group):
-        def run(self, *how, **numbers):
-            both.wait()
-            return super().run(*how, **numbers)
-
-    latent_of([Waiting(), Waiting()], ("guided",), PASSES[:2])
+def test_groups_run_their_passes_at_the_same_time(monkeypatch):
+    both, run = threading.Barrier(2, timeout=10), Group.run
+    monkeypatch.setattr(Group, "run", lambda *call, **numbers: (both.wait(), run(*call, **numbers))[1])
+    latent_of([Group(), Group()], ("guided",), PASSES[:2])
 
 
 FAULTS = {
@@ -171,9 +167,9 @@ def test_an_unguided_stage_runs_on_one_group_and_goes_on_on_another(fault):
     team = started([first := Group(), second := Group()])
     team.run("dit", step=5)
     team.put("dit", latent=START)
-    for step in range(2):
-        team.run("dit", step=step)
-    assert [call[0] for call in second.calls].count("run") == 0
+    team.run("dit", step=0)
+    team.run("dit", step=1)
+    assert "run" not in [call[0] for call in second.calls]
     first.fails[fault] = RankError(KILLED)
     team.run("dit", step=2)
     assert same(team)
@@ -204,8 +200,7 @@ def test_shared_work_of_a_lost_group_is_done_by_another_and_the_ranks_of_each_gr
 def test_the_loss_of_all_groups_is_the_error_of_the_last():
     groups = [Group({("run", "uncond_video"): RankError(f"rank {n} failed")}) for n in range(3)]
     team = started(groups)
-    calls = (partial(team.run, "dit", "guided", step=0), team.check, partial(team.get, "dit", "latent"), team.unload)
-    for call in calls:
+    for call in partial(team.run, "dit", "guided"), team.check, partial(team.get, "dit", "latent"), team.unload:
         with pytest.raises(RankError, match="rank 2 failed"):
             call()
     assert all(group.closed for group in groups)
@@ -222,9 +217,6 @@ def test_an_error_that_all_groups_have_in_common_drops_none_and_one_at_the_start
     with pytest.raises(ZeroDivisionError):
         GuidanceGroups([lambda: group, lambda: 1 // 0])
     assert group.closed
-
-
-# --- what is refused ------------------------------------------------------------------------------
 
 
 def test_more_groups_than_any_job_has_passes_or_tiles_are_refused_with_the_number_that_helps():
@@ -244,8 +236,7 @@ def test_more_groups_than_any_job_has_passes_or_tiles_are_refused_with_the_numbe
 def test_every_group_has_ranks_of_its_own_which_nxd_cannot_give_it(monkeypatch):
     with pytest.raises(UserError, match="backend=nxd .*Type --profile-set backend=torchdist"):
         resolve("trn2.48xlarge", ["guidance_parallel=4", "backend=nxd"])
-    made = []
-    monkeypatch.setattr(host, "TorchDistRanks", lambda *arguments: made.append(arguments) or Group())
+    monkeypatch.setattr(host, "TorchDistRanks", made := Mock(side_effect=lambda *_: Group()))
     team = registry.ranks(resolve("cpu", ["guidance_parallel=3"]), 2, None)
     assert isinstance(team, GuidanceGroups) and len(team.groups) == 3 and team.at_once == 6
-    assert sorted(arguments[-1] for arguments in made) == [0, 1, 2]
+    assert sorted(call.args[-1] for call in made.call_args_list) == [0, 1, 2]

@@ -56,11 +56,11 @@ def ranks(started, toy):
 
 
 @pytest.fixture
-def own(toy, monkeypatch):
+def own(request, toy, monkeypatch):
     """Ranks that a test may break; nothing of them may be left. Their host's interface does not matter."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
     before = shared_memories()
-    with ready(toy) as ranks:
+    with ready(toy, resolve("cpu", getattr(request, "param", ()))) as ranks:
         pids = pids_of(ranks)
         yield ranks
         assert_all_end(pids)
@@ -155,9 +155,6 @@ def test_latents_that_are_not_finite_are_named_wherever_their_element_lies(ranks
             assert not finite(broken)
 
 
-# --- failures -------------------------------------------------------------------------------------
-
-
 def test_unloading_frees_weights_and_tensors_and_an_error_of_a_rank_reaches_the_host(tmp_path):
     width = 4096
     toy, weight_bytes = make_toy(tmp_path, width), 4 * width * width // TP
@@ -166,8 +163,8 @@ def test_unloading_frees_weights_and_tensors_and_an_error_of_a_rank_reaches_the_
         ranks.run("toy", step=1)
         loaded = [process.memory_info().rss for process in processes]
         ranks.unload()
-        freed = [rss - process.memory_info().rss for rss, process in zip(loaded, processes, strict=True)]
-        assert min(freed) > 0.9 * weight_bytes
+        for process, rss in zip(processes, loaded, strict=True):
+            assert rss - process.memory_info().rss > 0.9 * weight_bytes
         ranks.load(toy.folders[1], toy.programs, torch.float32)
         with pytest.raises(RankError, match=r"(?s)^rank \d of 2 failed: Traceback.*KeyError: 'x'") as error:
             ranks.hashes("x")  # was uploaded before
@@ -204,22 +201,18 @@ def test_a_rank_whose_weights_are_cut_short_under_it_is_named_and_its_end_explai
             ranks.run("toy", step=1)
 
 
+@pytest.mark.parametrize("own", [("first_run_seconds=3",)], indirect=True)
 @pytest.mark.parametrize(("waiting", "rank"), [("in a collective", 0), ("for an answer", 1)])
-def test_a_stopped_rank_is_named_when_others_have_waited_for_it_too_long(toy, monkeypatch, waiting, rank):
+def test_a_stopped_rank_is_named_when_others_have_waited_for_it_too_long(own, monkeypatch, waiting, rank):
     """The others raise in their collective, and all but the stopped rank have then answered."""
     monkeypatch.setattr(host, "_PEERS_SECONDS", 1.0)
-    before = shared_memories()
-    with ready(toy, resolve("cpu", ("first_run_seconds=3",))) as ranks:
-        pids = pids_of(ranks)
-        os.kill(pids[rank], signal.SIGSTOP)
-        began = time.monotonic()
-        with within(SOON), pytest.raises(RankError) as error:
-            ranks.run("toy", step=1) if waiting == "in a collective" else ranks.hashes("x")
-        assert time.monotonic() - began > 2.9
-        assert_all_end(pids)
+    os.kill(pids_of(own)[rank], signal.SIGSTOP)
+    began = time.monotonic()
+    with within(SOON), pytest.raises(RankError) as error:
+        own.run("toy", step=1) if waiting == "in a collective" else own.hashes("x")
+    assert time.monotonic() - began > 2.9
     stopped = f"rank {rank} of 2 failed: it is stopped (SIGSTOP) or hangs: it did not answer while others"
     assert str(error.value) == f"{stopped} waited for it for 3 s (first_run_seconds)"
-    assert not Path(ranks._folder).exists() and shared_memories() <= before
 
 
 def test_a_rank_that_is_killed_while_idle_is_found_by_a_check(own):

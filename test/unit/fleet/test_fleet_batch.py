@@ -3,9 +3,8 @@
 import os
 import threading
 from argparse import Namespace
-from contextlib import closing
+from contextlib import closing, nullcontext
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 from conftest import needs
@@ -110,19 +109,16 @@ def test_an_interrupted_run_goes_on_with_its_own_jobs_but_not_with_those_that_fa
         (("context_parallel=4",), "0-7,16-23", "the cores of a run follow each other"),
     ],
 )
-def test_a_replica_takes_the_visible_cores_if_they_are_whole_chips_in_a_row(settings, visible, cores):
+def test_a_replica_takes_the_visible_cores_if_they_are_whole_chips_in_a_row(monkeypatch, settings, visible, cores):
     from ltx_neuron.fleet import cluster
 
     profile = resolve("trn2.48xlarge", settings)
-    with mock.patch.dict(os.environ, {cluster.VISIBLE: visible or ""}):
-        if visible is None:
-            del os.environ[cluster.VISIBLE]
-        if isinstance(cores, str):
-            with pytest.raises(UserError, match=cores):
-                cluster.check_cores(profile, 4)
-        else:
-            assert cluster.check_cores(profile, 4) == [*cores]
-            assert os.environ[cluster.VISIBLE] == ",".join(map(str, cores))
+    monkeypatch.setenv(cluster.VISIBLE, visible or "")
+    if visible is None:
+        monkeypatch.delenv(cluster.VISIBLE)
+    with pytest.raises(UserError, match=cores) if isinstance(cores, str) else nullcontext():
+        assert cluster.check_cores(profile, 4) == [*cores]
+        assert os.environ[cluster.VISIBLE] == ",".join(map(str, cores))
 
 
 def test_the_replicas_of_a_node_follow_from_the_layout(monkeypatch):
