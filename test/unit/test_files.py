@@ -10,9 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import Mock
 
 import pytest
-import torch
 from helpers import exit_code, forked
-from safetensors.torch import load_file
 
 from ltx_neuron import files
 from ltx_neuron.errors import UserError
@@ -76,13 +74,6 @@ def test_what_a_killed_writer_left_is_removed_by_the_next_one_and_no_other_file(
         assert mine.exists()
         mine.write_text("{}")
     assert {entry.name for entry in tmp_path.iterdir()} == names
-
-
-def test_tensors_are_read_as_they_were_written(tmp_path):
-    tensors = {"turned": torch.arange(6.0).view(2, 3).T, "half": torch.ones(2).bfloat16()}
-    files.write_tensors(tmp_path / "a.safetensors", tensors, {"about": "these"})
-    read = load_file(tmp_path / "a.safetensors")
-    assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
 
 
 def test_a_file_that_is_no_json_object_is_refused_by_name(tmp_path):

@@ -36,6 +36,7 @@ WEIGHTS |= {"layout": 3, "loras": []}
 GRAPHS = {"kind": "graphs", "model": "vae", "bucket": "8x8x4", "config": "abc", "tp": 2, "dtype": "float32"}
 GRAPHS |= {"backend": "nxd", "code": "def", "torch": "2.9.0", "compiler_flags": "--lnc=2"}
 GRAPHS |= {"neuron": {"neuronx-cc": "2.26.6360.0", "libneuronxla": None}}
+ENTRY = {"bytes": 4, "blake3": "0" * 64, "header_blake3": "0" * 64}
 
 # On a port that the system chooses: one that is free now may be another process's a moment later.
 SERVER = """
@@ -274,9 +275,6 @@ def test_a_damaged_manifest_or_a_lost_file_is_refused_and_a_push_mends_it(store,
     assert f" in 2 of 3 files\npushed: {name}\n" in capsys.readouterr().out
 
 
-ENTRY = {"bytes": 4, "blake3": "0" * 64, "header_blake3": "0" * 64}
-
-
 @pytest.mark.parametrize(
     "changed",
     [
@@ -325,7 +323,7 @@ def test_a_pull_needs_room_and_one_to_a_disk_that_fills_up_goes_on(store, source
     assert verify(folder(small_disk, WEIGHTS)) == []
 
 
-def test_a_wrong_place_or_choice_is_refused_without_a_traceback_or_a_password(s3, source, tmp_path, capsys):
+def test_a_wrong_place_or_choice_is_refused_without_traceback_or_password(s3, source, tmp_path, capsys, monkeypatch):
     for words, code, message in (
         ("push nosuch://place", 2, "Protocol not known: nosuch"),
         ("push gs://bucket/ltx", 2, "nstall gcsfs"),
@@ -339,21 +337,17 @@ def test_a_wrong_place_or_choice_is_refused_without_a_traceback_or_a_password(s3
         ("push ", 2, "the URL of the store is empty"),
     ):
         arguments = words.replace("EMPTY", str(tmp_path / "empty")).split(" ")
-        if "--artifacts-dir" not in arguments:
-            arguments += ["--artifacts-dir", str(source)]
-        assert ended("artifacts", *arguments) == code
+        more = ["--artifacts-dir", source] * ("--artifacts-dir" not in arguments)
+        assert ended("artifacts", *arguments, *more) == code
         printed = capsys.readouterr()
         assert message in printed.err and "Traceback" not in printed.err
         assert "secret" not in printed.out + printed.err and not (tmp_path / "empty").exists()
-    text = without_user("see sftp://me:se:cr@et@host/x and https://host/a@b or s3://b/k")
-    assert "et@" not in text and "host/x" in text and "https://host/a@b or s3://b/k" in text
-
-
-def test_a_store_that_may_not_be_entered_names_whose_credentials_count(s3, capsys, monkeypatch):
     monkeypatch.setattr(type(s3), "find", Mock(side_effect=NoCredentialsError))  # the stand-in lets everybody in
     assert ended("artifacts", "list", "s3://closed/ltx") == 2
-    message = capsys.readouterr().err
+    message = capsys.readouterr().err  # it names whose credentials count
     assert "Unable to locate credentials" in message and "aws configure" in message
+    text = without_user("see sftp://me:se:cr@et@host/x and https://host/a@b or s3://b/k")
+    assert "et@" not in text and "host/x" in text and "https://host/a@b or s3://b/k" in text
 
 
 TUNED = {"device": {"profile": "trn2.3xlarge", "chips": 1, "lnc": 2}, "versions": {}, "code": "c", "config": "d"}
@@ -361,7 +355,6 @@ TUNED |= {"tp": 4, "dtype": "bfloat16"}
 
 
 def tuned(artifacts: Path, threads: int = 4) -> Path:
-    """The file of tuned settings in the artifacts."""
     path = tuned_settings.file_of(artifacts, TUNED)
     tuned_settings.TunedSettings(path, TUNED, {"threads": str(threads)}).write()
     return path

@@ -6,7 +6,7 @@ from unittest.mock import Mock
 import pytest
 from engines import opened_workspace
 from helpers import picture_frames, write_film
-from jobs import make_job
+from jobs import make_job, replace
 from typed import ended
 
 from ltx_neuron import files, invocation
@@ -36,8 +36,7 @@ def titles(workspace: Workspace, *jobs: Job, **options) -> list[str]:
 def test_a_job_needs_its_weight_sets_its_graphs_and_what_runs_on_the_ranks(tiny, tmp_path):
     workspace = opened_workspace(tiny, tmp_path)
     assert titles(workspace, make_job("", SMALL)) == ["DiT weights", "DiT graphs, 64x64, 9 frames"]
-    two, lora = Size(64, 64, 9, two_stage=True), (Lora(tiny.lora, 0.5),)
-    refined = make_job("", two, recipe="dev", stage_2_loras=lora)
+    refined = make_job("", replace(SMALL, two_stage=True), recipe="dev", stage_2_loras=(Lora(tiny.lora, 0.5),))
     assert titles(workspace, refined, neuron_gemma=True, neuron_vae=True) == [
         *("DiT weights", "DiT weights, lora.safetensors 0.5", "DiT graphs, 64x64, 9 frames, two stages"),
         *("Gemma weights", "Gemma graphs", "VAE weights", "video decoder graphs, 2x2x2 latents"),
@@ -88,8 +87,7 @@ def test_times_are_those_of_the_last_preparation_or_measured_and_sizes_are_known
     assert "about 0 s" in shown(again, graphs)
     parts[1].folders[0].mkdir(parents=True)
     assert "partial" in shown(again, graphs)
-    weights = parts[0]
-    assert weights.bytes_there == 0
+    assert (weights := parts[0]).bytes_there == 0
     weights.make()
     assert sum(path.stat().st_size for path in weights.folders[0].glob("*.safetensors")) == weights.size
     assert weights.bytes_there > weights.size  # and a manifest
@@ -97,8 +95,7 @@ def test_times_are_those_of_the_last_preparation_or_measured_and_sizes_are_known
 
 def test_damaged_records_stop_nothing_and_on_neuron_the_time_of_compiling_is_not_measured(tiny, tmp_path):
     workspace = Workspace(tiny.checkpoint, resolve("trn2.3xlarge"), tmp_path, 4, "bfloat16")
-    part = ArtifactGroup("DiT graphs", [], [], print)
-    file = times_file(tmp_path, "preparation")
+    part, file = ArtifactGroup("DiT graphs", [], [], print), times_file(tmp_path, "preparation")
     file.parent.mkdir(parents=True)
     file.write_text("{")
     preparation = Preparation(workspace, [part], "prepare")

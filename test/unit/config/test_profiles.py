@@ -9,18 +9,15 @@ import pytest
 
 from ltx_neuron.backends import environment, mesh
 from ltx_neuron.config import profiles
-from ltx_neuron.config.profiles import PROFILES, TRAINIUM2, Profile, require_runtime, resolve
+from ltx_neuron.config.profiles import PROFILES, TRAINIUM2, require_runtime, resolve
 from ltx_neuron.errors import UserError
 from ltx_neuron.machine import Machine, probe
 
-GIB = 2**30
 LARGE = PROFILES["trn2.48xlarge"]
 
 
-# A machine -> its profile, or what the refusal says.
-@pytest.mark.parametrize(
-    ("machine", "wanted"),
-    [
+def test_a_machine_has_one_profile_by_itself_or_is_refused():
+    for machine, wanted in (
         (Machine("m7i.4xlarge"), "cpu"),
         (Machine("p5.48xlarge", 0, 8), "cuda"),
         (Machine("trn2u.48xlarge", 16), "trn2.48xlarge"),
@@ -29,16 +26,14 @@ LARGE = PROFILES["trn2.48xlarge"]
         (Machine("trn2.3xlarge"), "no /dev/neuron*: the Neuron driver is not loaded"),
         (Machine("trn1.2xlarge", 1), "this machine (trn1.2xlarge) has 1 Neuron devices but no profile"),
         (Machine("", 16), "(no known EC2 instance type) has 16 Neuron devices"),  # in a container
-    ],
-)
-def test_a_machine_has_one_profile_by_itself_or_is_refused(machine, wanted):
-    if wanted in PROFILES:
-        assert resolve(machine=machine).name == wanted
-    else:
-        with pytest.raises(UserError, match=re.escape(wanted)) as error:
-            resolve(machine=machine)
-        assert "--profile with one of cpu, cuda, trn2.3xlarge, trn2.48xlarge" in str(error.value)
-    assert resolve("cpu", machine=machine).name == "cpu"  # a name is taken at its word
+    ):
+        if wanted in PROFILES:
+            assert resolve(machine=machine).name == wanted
+        else:
+            with pytest.raises(UserError, match=re.escape(wanted)) as error:
+                resolve(machine=machine)
+            assert "--profile with one of cpu, cuda, trn2.3xlarge, trn2.48xlarge" in str(error.value)
+        assert resolve("cpu", machine=machine).name == "cpu"  # a name is taken at its word
 
 
 @pytest.mark.parametrize(
@@ -69,8 +64,8 @@ def test_limits_and_peaks_are_those_of_the_ranks_that_share_the_model():
         ("trn3", 4, 36, 671e12, 4.9e12),
     ):
         profile, single = PROFILES[name], resolve(name, ("lnc=1",))
-        assert (profile.cores, profile.memory_bytes_per_core, profile.tp, profile.lnc) == (cores, bank * GIB, 4, 2)
-        assert (single.cores, single.memory_bytes_per_core) == (2 * cores, bank * GIB / 2)
+        assert (profile.cores, profile.memory_bytes_per_core, profile.tp, profile.lnc) == (cores, bank * 2**30, 4, 2)
+        assert (single.cores, single.memory_bytes_per_core) == (2 * cores, bank * 2**29)
         assert (profile.flops(4), profile.flops(16), profile.memory_bytes_per_second(4)) == (flops, 4 * flops, memory)
     # Within the chip; then over NeuronLink, in one direction.
     assert LARGE.link_bytes_per_second(4) == 3.5e12 and LARGE.link_bytes_per_second(16) == 4 * 512e9
@@ -79,8 +74,7 @@ def test_limits_and_peaks_are_those_of_the_ranks_that_share_the_model():
 
 def test_a_trainium3_has_its_own_target_and_links_without_a_torus():
     profile = resolve("trn3")
-    variables = dict(profile.environment)
-    assert len(variables) == len(profile.environment)  # the first of a name would count
+    assert len(variables := dict(profile.environment)) == len(profile.environment)  # the first of a name would count
     assert variables == dict(resolve("trn2.3xlarge").environment) | {"NEURON_PLATFORM_TARGET_OVERRIDE": "trn3"}
     assert profile.note.startswith("not tried")
     # A group of any chips is routed.
@@ -121,15 +115,12 @@ WRONG = {
     "cpu text_buckets=128,256": "the last of text_buckets must be 1024, the longest prompt",
     "cpu lnc=4": "lnc is 1 or 2, got 4",
     "cpu device=neuron": "device=neuron needs compile_backend=neuron, got export",
-    "cpu compile_backend=neuron": "compile_backend=export or aot_eager or inductor, got neuron",
     "cpu backend=nxd": "backend=nxd needs a Neuron profile",
     "cpu attention=nki": "attention=nki needs a Neuron profile",
-    # Tiles that ltx-core would not take
-    "cpu vae_tile=65": "vae_tile is a multiple of",
+    "cpu vae_tile=65": "vae_tile is a multiple of",  # tiles that ltx-core would not take
     "cpu vae_overlap=768": "vae_overlap is a multiple of",
     "cpu vae_tile_frames=8": "vae_tile_frames is a multiple of",
     "cpu vae_overlap_frames=4": "vae_overlap_frames is a multiple of",
-    # Groups that the machine does not connect
     "trn2.48xlarge context_parallel=3": "groups of 1, 2, 4, 8 or 16 chips. Type one of these",
     "trn2.48xlarge context_parallel=4 lnc=1": "context_parallel=4 needs lnc=2",
     "trn2.3xlarge context_parallel=2": "a trn2.3xlarge has one. Type context_parallel=1, or --profile trn2.48xlarge",
@@ -147,45 +138,35 @@ def test_a_wrong_profile_or_setting_is_an_error_that_says_what_is_wanted(words):
         assert resolve("cpu", tuple(settings)).context_parallel > 1  # any number there
 
 
-def installed(monkeypatch, packages: dict):
-    """The machine has these packages, with - for _."""
-    monkeypatch.setattr(profiles, "package_version", lambda name: packages.get(name.replace("-", "_")))
+OLD, NEW, NXD = {"torch-neuronx": "2.9.0.2.15"}, {"torch-neuronx": "2.14.3.0"}, {"neuronx-distributed": "0.19"}
+TORCHNEURON = "TorchNeuron (torch-neuronx 2.13 or later)"
 
 
-OLD, NEW, NXD = {"torch_neuronx": "2.9.0.2.15"}, {"torch_neuronx": "2.14.3.0"}, {"neuronx_distributed": "0.19"}
-TORCHNEURON, ANY_NXD = "TorchNeuron (torch-neuronx 2.13 or later)", "NxD (neuronx-distributed 0.16 or later)"
-
-
-# profile and settings, what is installed -> what the refusal says; None: none
-@pytest.mark.parametrize(
-    ("words", "packages", "message"),
-    [
-        ("trn2.3xlarge", {}, f"needs {TORCHNEURON} or {ANY_NXD}, found neither"),
+def test_what_a_backend_runs_on_is_looked_for_before_anything_loads(monkeypatch):
+    for words, packages, message in (  # None: it is there
+        ("trn2.3xlarge", {}, f"needs {TORCHNEURON} or NxD (neuronx-distributed 0.16 or later), found neither"),
         ("trn2.3xlarge", NXD, None),
         # The public index has an empty package of this name.
-        ("trn2.3xlarge", {"neuronx_distributed": "0.1"}, "found neuronx-distributed 0.1"),
+        ("trn2.3xlarge", {"neuronx-distributed": "0.1"}, "found neuronx-distributed 0.1"),
         ("trn3", NEW, None),
         ("trn2.3xlarge backend=nxd", NEW, "needs NxD ("),
         ("trn2.48xlarge-g4", {}, f"needs {TORCHNEURON}, found neither"),
         ("trn2.3xlarge backend=torchdist", NXD, f"needs {TORCHNEURON}, found neuronx-distributed 0.19"),
         ("trn2.48xlarge backend=torchdist", OLD, "found torch-neuronx 2.9.0.2.15"),
-        ("trn2.48xlarge backend=torchdist", {"torch_neuronx": "2.13.3.0"}, None),
+        ("trn2.48xlarge backend=torchdist", {"torch-neuronx": "2.13.3.0"}, None),
         ("cuda", {}, "needs 1 GPUs that PyTorch can use, found 0"),
-    ],
-)
-def test_what_a_backend_runs_on_is_looked_for_before_anything_loads(monkeypatch, words, packages, message):
-    installed(monkeypatch, packages)
-    name, *settings = words.split()
-    profile = resolve(name, tuple(settings))
-    with pytest.raises(UserError, match=re.escape(message)) if message else nullcontext() as error:
-        require_runtime(profile, profile.tp, Machine())
-    assert error is None or "nstall" in str(error.value)
+    ):
+        monkeypatch.setattr(profiles, "package_version", packages.get)
+        name, *settings = words.split()
+        profile = resolve(name, tuple(settings))
+        with pytest.raises(UserError, match=re.escape(message)) if message else nullcontext() as error:
+            require_runtime(profile, profile.tp, Machine())
+        assert error is None or "nstall" in str(error.value), words
 
 
-# What is installed -> the backend of Neuron profiles
 @pytest.mark.parametrize("packages, chosen", [({}, "torchdist"), (OLD | NXD, "nxd"), (NEW | NXD, "torchdist")])
 def test_a_neuron_profiles_backend_is_that_of_the_newest_installed_stack(monkeypatch, packages, chosen):
-    installed(monkeypatch, packages)
+    monkeypatch.setattr(profiles, "package_version", packages.get)
     for name in ("trn2.3xlarge", "trn2.48xlarge", "trn2.48xlarge-cp4", "trn3"):
         assert resolve(name).backend == resolve(name, ("backend=auto",)).backend == chosen
         assert [resolve(name, (f"backend={x}",)).backend for x in ("nxd", "torchdist")] == ["nxd", "torchdist"]
@@ -203,17 +184,15 @@ def test_more_ranks_than_the_machine_has_are_refused():
         resolve("trn2.48xlarge-g4cp4", ("guidance_parallel=5",)).check_cores(4)
 
 
-@pytest.mark.parametrize(
-    ("end", "ranks", "blocks_per_graph"), [("cp4", 16, 16), ("cp8", 32, 32), ("g4", 16, 4), ("g4cp4", 64, 16)]
-)
-def test_a_layouts_profile_is_the_machines_but_for_the_chips_of_a_clip(end, ranks, blocks_per_graph):
-    profile = PROFILES[f"trn2.48xlarge-{end}"]
-    profile.check_cores(4)
-    assert (profile.cores_needed(4), profile.blocks_per_graph) == (ranks, blocks_per_graph)
+def test_a_layouts_profile_is_the_machines_but_for_the_chips_of_a_clip():
     differing = ("name", "blocks_per_graph", "context_parallel", "guidance_parallel", "backend")
-    assert replace(profile, **{field: getattr(LARGE, field) for field in differing}) == LARGE
-    # A process with NxD drives one group's cores.
-    assert profile.backend == ("auto" if profile.guidance_parallel == 1 else "torchdist")
+    for end, ranks, blocks_per_graph in (("cp4", 16, 16), ("cp8", 32, 32), ("g4", 16, 4), ("g4cp4", 64, 16)):
+        profile = PROFILES[f"trn2.48xlarge-{end}"]
+        profile.check_cores(4)
+        assert (profile.cores_needed(4), profile.blocks_per_graph) == (ranks, blocks_per_graph)
+        assert replace(profile, **{field: getattr(LARGE, field) for field in differing}) == LARGE
+        # A process with NxD drives one group's cores.
+        assert profile.backend == ("auto" if profile.guidance_parallel == 1 else "torchdist")
 
 
 # A row or a column of the 4 x 4 torus, of which a block's chips are one, two neighbours or all.
@@ -229,30 +208,23 @@ def connected(cores: list[int]) -> bool:
     return chips in BLOCKS and same
 
 
-def groups_from(first: int, profile: Profile, tp: int) -> list[list[int]]:
-    """The cores of every group of every world of a launch that begins at core `first`."""
-    size = profile.world_size(tp)
-    partitions = [[[*range(size)]], *mesh.groups(profile, tp).values()]
-    worlds = range(first, first + profile.cores_needed(tp), size)
-    return [[world + rank for rank in ranks] for world in worlds for part in partitions for ranks in part]
-
-
 def test_a_launch_is_let_through_if_the_torus_connects_every_group_of_its_ranks(monkeypatch):
     """At every first core that is a multiple of a world's ranks, up to a row."""
     accepted = set()
     for tp, cp, guidance in product((1, 4, 8, 16, 32), (1, 2, 4, 8, 16), (1, 2, 4)):
         settings = [f"context_parallel={cp}", "backend=torchdist", f"guidance_parallel={guidance}"]
         layout = replace(resolve("trn2.48xlarge"), context_parallel=cp, guidance_parallel=guidance)
-        needed = layout.cores_needed(tp)
+        needed, size = layout.cores_needed(tp), layout.world_size(tp)
+        groups = [[*range(size)], *(ranks for part in mesh.groups(layout, tp).values() for ranks in part)]
         for first in range(65 - needed):  # none if it needs more than 64
-            right = all(map(connected, groups_from(first, layout, tp)))
+            worlds = range(first, first + needed, size)
+            right = all(connected([world + rank for rank in ranks]) for world in worlds for ranks in groups)
             monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", f"{first}-{first + needed - 1}")
             try:
                 resolve("trn2.48xlarge", tuple(settings)).check_degree(tp)
                 environment.cores(layout, tp)
             except UserError:
-                aligned = first % min(layout.world_size(tp), 16) == 0
-                assert not (right and aligned), (tp, cp, guidance, first)
+                assert not (right and first % min(size, 16) == 0), (tp, cp, guidance, first)
             else:
                 assert right, (tp, cp, guidance, first)
                 accepted.add((tp, cp))

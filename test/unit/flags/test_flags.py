@@ -22,7 +22,6 @@ from ltx_neuron.report.price import Price
 from ltx_neuron.sampling.spec import GUIDANCE_KEYS, GuidanceFields, JobFields, names_of
 from ltx_neuron.tune.flags import build_parser as tune
 
-COLUMNS = 100
 OF_MODELS = [f"{verb} {model}" for verb in ("shard", "compile") for model in ("transformer", "gemma3", "vae")]
 
 
@@ -31,23 +30,16 @@ def parser_of(command: str) -> Parser:
     return words_typed.parser_of(command.split())
 
 
-def shown(parser: Parser) -> list[argparse.Action]:
-    return [action for action in parser._actions if action.help is not argparse.SUPPRESS]
-
-
-# A verb -> whether it requires a checkpoint, and Gemma
-NEEDS = dict.fromkeys(("generate", "batch", "prepare"), (True, True)) | {"plan": (True, False)}
-NEEDS |= {"tune": (True, False), "doctor": (False, False), "serve": (False, True)}  # which alone adds a token
-
-
-@pytest.mark.parametrize("verb", NEEDS)
-def test_a_verb_requires_the_model_files_that_it_reads_and_takes_every_flag_of_a_generation(verb):
-    parser, (checkpoint, gemma) = parser_of(verb), NEEDS[verb]
-    assert ("checkpoint_path" in {action.dest for action in parser._actions if action.required}) == checkpoint
-    assert parser.get_default("needs_gemma") == gemma
-    usual = {action.dest for action in parser._actions if getattr(action, "usual", False)}
-    assert ("gemma_root" in usual) == (gemma and checkpoint)
-    assert parser_of("generate")._option_string_actions.keys() <= parser._option_string_actions.keys()
+def test_a_verb_requires_the_model_files_that_it_reads_and_takes_every_flag_of_a_generation():
+    needs = dict.fromkeys(("generate", "batch", "prepare"), (True, True)) | {"plan": (True, False)}
+    needs |= {"tune": (True, False), "doctor": (False, False), "serve": (False, True)}  # which alone adds a token
+    for verb, (checkpoint, gemma) in needs.items():
+        parser = parser_of(verb)
+        assert ("checkpoint_path" in {action.dest for action in parser._actions if action.required}) == checkpoint
+        assert parser.get_default("needs_gemma") == gemma
+        usual = {action.dest for action in parser._actions if getattr(action, "usual", False)}
+        assert ("gemma_root" in usual) == (gemma and checkpoint), verb
+        assert parser_of("generate")._option_string_actions.keys() <= parser._option_string_actions.keys()
 
 
 @pytest.mark.parametrize("command", ["generate", "batch", "serve", "plan"])
@@ -65,16 +57,17 @@ def test_the_price_is_for_the_runs_that_the_machine_has_room_for(command):
 
 @pytest.mark.parametrize("command", [*sorted({*VERBS} - {"shard", "compile"}), *OF_MODELS])
 def test_every_flag_of_a_command_is_described_and_every_group_is_too(command, monkeypatch):
-    monkeypatch.setenv("COLUMNS", str(COLUMNS))
+    monkeypatch.setenv("COLUMNS", "100")
     parser = parser_of(command)
-    assert [action.dest for action in shown(parser) if not action.help] == []
+    shown = [action for action in parser._actions if action.help is not argparse.SUPPRESS]
+    assert [action.dest for action in shown if not action.help] == []
     assert [group.title for group in parser._action_groups[2:] if not group.description] == []
-    texts = [parser.format_help(everything) for everything in (False, True)]
-    assert max(map(len, "\n".join(texts).splitlines())) <= COLUMNS
+    some, everything = parser.format_help(False), parser.format_help(True)
+    assert max(map(len, f"{some}\n{everything}".splitlines())) <= 100
     if command == "generate":  # all of it has every name of every flag
-        names = {name for action in shown(parser) for name in action.option_strings}
+        names = {name for action in shown for name in action.option_strings}
         names |= {f"--{n.replace('_', '-')}" for f in JobFields.model_fields for n in names_of(f)}
-        assert [name for name in names if name not in texts[1].replace(",", " ").split()] == []
+        assert [name for name in names if name not in everything.replace(",", " ").split()] == []
 
 
 def test_help_leaves_advanced_flags_out_and_says_so(capsys):
@@ -120,9 +113,8 @@ def test_a_mistake_in_guidance_is_said_as_it_was_typed():
 
 
 def test_values_behind_a_file_are_those_of_their_own_flags():
-    """The window of a sound, the seconds of a retake, also where its graphs are compiled."""
-    joined = said("--audio-path", "a.wav", "0.5", "2")
-    assert joined == said(*("--audio-path", "a.wav", "--audio-start-time", "0.5", "--audio-max-duration", "2"))
+    apart = "--audio-path a.wav --audio-start-time 0.5 --audio-max-duration 2"
+    assert said("--audio-path", "a.wav", "0.5", "2") == said(*apart.split())
     assert said("--audio-path", "a.wav", "1").sound.start_time == 1.0
     joined, apart = ["--video-path", "v.mp4", "0.5", "1"], ["--video-path", "v.mp4", "--start-time", "0.5"]
     for compiles in (False, True):
@@ -161,15 +153,12 @@ generate JOB --height 512 768               -> unknown: 768 | not quotes
 generate MODEL --prompt --output-path o.mp4 -> --prompt has no value; type --prompt " | not argument
 generate JOB --frames 120                   -> did you mean --num-frames 121?
 generate JOB --num-frames 120               -> nearest valid: 113 or 121 | not recipe:
-generate JOB --steps 8                      -> did you mean --num-inference-steps N?
 generate JOB --output out.mov               -> did you mean --output-path FILE? | not --output-dir
 generate MODEL --prompt x --output-path FOLDER -> is a folder; type --output-path FOLDER/video.mp4
 generate JOB --resolution=1280x720          -> did you mean --height 704 --width 1280? | not --resume
 generate --model Lightricks/LTX-2.5         -> did you mean --checkpoint-path FILE? | not --model-path
 generate JOB --guidance-scale 3             -> did you mean --guidance video_cfg=3 | not v2a
 generate JOB --enhance-prompt               -> unknown: --enhance-prompt | not did you mean
-prepare MODEL --blocks-per-graph 2          -> did you mean --profile-set blocks_per_graph=2?
-tune MODEL --turns 3                        -> did you mean --rounds 3?
 report out.mp4                              -> it is no text | --perf-dump-path FILE.json | not codec
 serve MODEL --host 0.0.0.0                  -> --new-token
 batch bad.jsonl MODEL --output-dir out      -> did you mean 'seed'? | did you mean 'prompt'?
@@ -190,10 +179,7 @@ def test_a_mistake_is_answered_with_what_to_type(typed, wanted, tmp_path, monkey
     printed = "".join(capsys.readouterr())
     assert end.value.code == 2 and "Traceback" not in printed
     for words in wanted.split(" | "):
-        if words.startswith("not "):
-            assert words.removeprefix("not ") not in printed
-        else:
-            assert words in printed
+        assert (words.removeprefix("not ") in printed) != words.startswith("not ")
     lists = re.findall(r"(?:[\w.'-]+, )+[\w.'-]+", printed)
     assert max((len(names.split(", ")) for names in lists), default=0) <= 10  # more is not read
 
@@ -230,8 +216,7 @@ def test_a_flag_without_effect_keeps_its_default_and_one_with_is_noted(capsys):
 
 
 def test_a_seed_of_minus_one_is_drawn_and_printed(capsys):
-    args = verbs.generate().parse_args([*MODEL.split(), "--prompt", "rain", "--seed", "-1"])
-    args.recipe = "distilled"
+    args = parsed("--prompt", "rain", "--seed", "-1")
     first, second = flags.job(args).seed, flags.job(args).seed
     assert first != second and min(first, second) >= 0
     assert f"seed: {first} (drawn for --seed -1; --seed {first} repeats it)" in capsys.readouterr().out

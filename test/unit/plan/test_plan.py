@@ -185,8 +185,7 @@ def test_a_launch_costs_nxds_python_by_tensors_and_ranks_and_torchneuron_nothing
 
 
 def test_the_forecast_follows_divided_tokens_more_chips_and_scores_that_are_held(planned):
-    plain = planned(LONG, MACHINE)
-    divided = planned(LONG, resolve("trn2.48xlarge", ("sequence_parallel=true",)))
+    plain, divided = planned(LONG, MACHINE), planned(LONG, resolve("trn2.48xlarge", ("sequence_parallel=true",)))
     step = divided.stages[0].forecast
     assert 750 < step.low < 780 and 1000 < step.high < 1060
     assert "sequence parallel     yes; without it " in table(divided)
@@ -220,7 +219,6 @@ def test_what_does_not_fit_names_a_size_that_does(planned):
     assert none.nearest_that_fits is None and "does not fit at any length of this size" in headline(none, None)
 
 
-# settings, tp -> what the refusal says; None: it fits
 def test_models_that_do_not_fit_a_core_are_refused_before_anything_loads(released):
     for settings, tp, refusal in (
         (["resident=true"], 4, None),
@@ -294,11 +292,9 @@ def test_the_hosts_memory_is_that_of_the_largest_clip_or_image_that_is_encoded()
 LORAS, SMALLER = (Lora(FILE, 1.0),), ((256, 384, 25), True)
 WITH_REFERENCE = {"references": (inputs.ReferenceVideo(FILE, 1.0, 25),), "stage_1_loras": LORAS}
 VOICE, CLIPS_SOUND = (inputs.ReferenceAudio(FILE, latents) for latents in (126, 26))
-MASK = inputs.AttentionMask(FILE, 1.0)
 # In tiles of 1024x1536 with a reference of half the size, in both stages.
 TILED = {"references": (inputs.ReferenceVideo(FILE, 1.0, 121, 2),), "stage_1_loras": LORAS, "tile": True}
 PLAIN = "512x768, 8 steps, 6,144 video and 126 audio"
-WITH_TOKENS = "128x192, 8 steps, 96 video + 96 reference and 26 audio; 256x384, 3 steps, 384 video and 26 audio"
 # a kind -> job, its stages, weight sets, and a clip's phases between the text and the decoding
 KINDS = {
     "res_2s": (
@@ -320,8 +316,9 @@ KINDS = {
         *("384x512, 30 steps, 5 passes each, 768 video and 26 audio + 126 reference", 1, "sound; 30 x 5 passes"),
     ),
     "a mask": (
-        job_of(*SMALLER, **WITH_REFERENCE, attention_mask=MASK),
-        *(WITH_TOKENS, 2, "video; 8; load_transformer; spatial; 3"),
+        job_of(*SMALLER, **WITH_REFERENCE, attention_mask=inputs.AttentionMask(FILE, 1.0)),
+        "128x192, 8 steps, 96 video + 96 reference and 26 audio; 256x384, 3 steps, 384 video and 26 audio",
+        *(2, "video; 8; load_transformer; spatial; 3"),
     ),
     "dubbing": (
         job_of(*SMALLER, dubbing=WITH_REFERENCE["references"][0], reference_sound=CLIPS_SOUND, loras=LORAS),
@@ -381,8 +378,7 @@ def test_scores_that_a_kernel_holds_and_one_attention_and_sum_more_for_nag_are_p
 
 
 def test_tiles_are_timed_in_turn_or_by_as_many_groups_as_there_are_and_stay_on_the_ranks(planned, clip):
-    job = KINDS["tiles"][0]
-    groups = resolve("trn2.48xlarge", ("guidance_parallel=5", "backend=torchdist"))
+    job, groups = KINDS["tiles"][0], resolve("trn2.48xlarge", ("guidance_parallel=5", "backend=torchdist"))
     first, second = planned(job).stages
     # Of one rank fp32 RoPE of 8 heads of 128 numbers, and of 8 of 64 for the sound; clean latents in bfloat16, two
     # timesteps, and an fp32 mask.

@@ -3,6 +3,7 @@ it is its turn, and multiplies with weights as they are stored."""
 
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 
 import helpers
@@ -80,26 +81,18 @@ def test_prompts_do_not_see_each_other_or_the_padding(encoder):
         assert seen[own].sum() == seen[own, own].sum()
 
 
-# --- Gemma's folder -------------------------------------------------------------------------------
+def test_a_file_or_folder_of_gemma_that_cannot_be_read_is_refused_by_name(tiny, tmp_path):
+    readers = {"config.json": gemma_config, "model.safetensors": gemma_files}
+    for name, read in (readers | {"tokenizer_config.json": inputs.load_tokenizer}).items():
+        root = shutil.copytree(tiny.gemma_root, tmp_path / name)
+        with locked(root):
+            message = said_to_an_ordinary_user(partial(read, root))
+        assert message.startswith(f"NoPermission: --gemma-root {root}") and "you may not" in message
+        (root / name).unlink()
+        os.mkfifo(root / name)
+        with pytest.raises(UserError, match=f"{name}: that is a named pipe, wanted a regular file"):
+            read(root)
 
-
-@pytest.mark.parametrize(
-    ("name", "read"),
-    [("config.json", gemma_config), ("model.safetensors", gemma_files)]
-    + [("tokenizer_config.json", inputs.load_tokenizer)],
-)
-def test_a_file_or_folder_of_gemma_that_cannot_be_read_is_refused_by_name(tiny, tmp_path, name, read):
-    root = shutil.copytree(tiny.gemma_root, tmp_path / "gemma")
-    with locked(root):
-        message = said_to_an_ordinary_user(lambda: read(root))
-    assert message.startswith(f"NoPermission: --gemma-root {root}") and "you may not" in message
-    (root / name).unlink()
-    os.mkfifo(root / name)
-    with pytest.raises(UserError, match=f"{name}: that is a named pipe, wanted a regular file"):
-        read(root)
-
-
-# --- weights of the host --------------------------------------------------------------------------
 
 LAYERS, WIDTH = 3, 24
 EQUAL = helpers.fp32_bound(WIDTH)

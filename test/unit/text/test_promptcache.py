@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -43,10 +44,8 @@ def written(tmp_path) -> list[Contexts]:
 
 
 def test_contexts_are_read_bit_for_bit_without_the_hidden_states(tmp_path, written, monkeypatch, capsys):
-    def cannot(*_):
-        raise OSError("Read-only file system")
-
-    monkeypatch.setattr(os, "utime", cannot)  # root may mark files in any folder
+    # Root may mark files in any folder.
+    monkeypatch.setattr(os, "utime", Mock(side_effect=OSError("Read-only file system")))
     for got, wanted in zip(cache_in(tmp_path).read(PROMPTS), written, strict=True):
         assert all(torch.equal(g, w) for g, w in zip(got[:3], wanted[:3], strict=True))
         assert got.hidden_states is None
@@ -118,9 +117,6 @@ def test_processes_that_write_read_and_make_room_at_once_end_well(tmp_path, monk
     children = [forked(lambda seed=seed: use(seed)) for seed in range(4)]
     assert [exit_code(child) for child in children] == [0] * 4, capfd.readouterr().err
     assert capfd.readouterr().out == "" and len(list(tmp_path.iterdir())) == 3
-
-
-# --- the identity of an encoder -------------------------------------------------------------------
 
 
 def identity_of(tiny, gemma_root=None, on_ranks=False) -> dict:

@@ -33,6 +33,7 @@ from ltx_neuron.tune.variant import first_blocks, rel_l2
 OWN = {"backend": "torchdist", "threads": "0", "attention": "sdpa", "blocks_per_graph": "4"}
 VALUES = {"threads": ["2"], "attention": ["matmul"], "blocks_per_graph": ["1", "0"]}
 SIZE = Size(64, 64, 9)
+REQUEST, IGNORING = {"request": "1", "typed": ["lnc=2"]}, "--profile-set tuned=no"
 
 
 def row(ms: float, problem: str = "", settings: dict = OWN, turn: int = 0) -> Measurement:
@@ -70,7 +71,6 @@ def test_a_setting_that_fails_or_disagrees_is_not_kept_however_fast_it_is():
     assert kept(lambda turn: "no kernel", "attention", "sdpa") == OWN | {"attention": "matmul"}
 
 
-# milliseconds of the profile's own and of the challenger, turn by turn -> whether it is kept
 def test_a_difference_below_the_noise_keeps_the_profiles_own():
     for own, other, kept in (
         ([100, 101, 99], [80, 81, 80], True),
@@ -105,25 +105,22 @@ def test_a_variants_distance_is_judged_by_the_dtype_and_by_the_own_ones():
             assert float(problem.rpartition(" ")[2]) == pytest.approx(allowed)
 
 
-NXD, BUFFER = {"neuronx-distributed": "0.19"}, f"environment.{COLLECTIVES_BUFFER}"
-BOTH, BLOCKS = NXD | {"torch-neuronx": "2.13.3"}, "blocks_per_graph"
-
-
 def test_a_keys_other_values_are_tried_where_the_machine_has_them(monkeypatch):
+    nxd, buffer = {"neuronx-distributed": "0.19"}, f"environment.{COLLECTIVES_BUFFER}"
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
     for keys, settings, packages, values in (
-        ("backend", "trn2.3xlarge backend=nxd", NXD, []),
-        ("backend", "trn2.3xlarge backend=nxd", BOTH, ["torchdist"]),
+        ("backend", "trn2.3xlarge backend=nxd", nxd, []),
+        ("backend", "trn2.3xlarge backend=nxd", nxd | {"torch-neuronx": "2.13.3"}, ["torchdist"]),
         ("compile_backend", "cpu", {}, ["aot_eager", "inductor"]),
         ("threads", "cpu", {}, ["1", "4", "8"]),  # 2 are its share of 8 cores
         ("compile_backend threads", "trn2.3xlarge", {}, []),
         ("attention", "trn2.3xlarge", {}, ["matmul"]),
         ("attention", "trn2.3xlarge attention=matmul", {}, []),
         ("attention", "trn2.3xlarge attention=matmul", {"nkilib": "1"}, ["nki"]),
-        (BLOCKS, "cpu", {}, ["1", "8", "12", "0"]),
-        (BUFFER, "trn2.3xlarge", {}, ["41943040"]),
-        (f"{BUFFER} compiler_flags.dit", "cpu", {}, []),
+        ("blocks_per_graph", "cpu", {}, ["1", "8", "12", "0"]),
+        (buffer, "trn2.3xlarge", {}, ["41943040"]),
+        (f"{buffer} compiler_flags.dit", "cpu", {}, []),
     ):
-        monkeypatch.setattr("os.cpu_count", lambda: 8)
         monkeypatch.setattr(profiles, "package_version", packages.get)
         monkeypatch.setattr(searching, "find_spec", packages.get)
         name, *words = settings.split()
@@ -135,7 +132,7 @@ def test_only_cuts_of_the_depth_and_of_a_stages_tokens_are_tried_and_others_refu
     """At a cut depth every call must end with it, and the whole step cannot end early."""
     cpu = resolve("cpu")
     for depth, layers, blocks in ((2, None, "1 0"), (12, None, "1 12 0"), (48, 4, "1"), (48, 8, "1 8")):
-        assert searching.candidates(BLOCKS, cpu, 2, depth, layers) == blocks.split()
+        assert searching.candidates("blocks_per_graph", cpu, 2, depth, layers) == blocks.split()
     check_layers(8, cpu, 48)
     for layers in (0, 6, 52):
         with pytest.raises(UserError, match=f"--layers {layers}: wanted a multiple of 4, .*most"):
@@ -157,21 +154,19 @@ def test_the_dits_compiler_flags_are_tried_and_each_compiles_to_graphs_of_its_ow
     assert len({registry.identity(profile, "gemma3")["compiler_flags"] for profile in changed}) == 1
 
 
-DEV = make_job("", SIZE, recipe="dev")  # four passes
-CFG = make_job("", SIZE, recipe="dev", guidance=Guidance(StreamGuidance(cfg_scale=3.0), StreamGuidance(cfg_scale=3.0)))
-TWO_CHIPS, FOUR_CHIPS = (f"context_parallel={n} blocks_per_graph={4 * n}" for n in (2, 4))
-
-
 def test_the_layouts_that_are_tried_are_those_that_the_machines_cores_allow():
+    dev = make_job("", SIZE, recipe="dev")  # four passes
+    guided = replace(dev, guidance=Guidance(StreamGuidance(cfg_scale=3.0), StreamGuidance(cfg_scale=3.0)))
+    contexts = [f"context_parallel={n} blocks_per_graph={4 * n}" for n in (2, 4)]
     for machine, tp, cores, job, first, count in (
         ("cpu", 2, 3, make_job("", SIZE), [], 0),
         ("cpu", 1, 2, make_job("", SIZE), ["context_parallel=2"], 1),
         ("cpu context_parallel=3", 1, 2, make_job("", SIZE), ["context_parallel=2"], 1),  # whatever was typed
-        ("cpu", 1, 4, DEV, [f"guidance_parallel={n} backend=torchdist" for n in (2, 4)], 4),
-        ("cpu", 1, 4, CFG, ["guidance_parallel=2 backend=torchdist"], 4),  # two passes: with each layout of 2
+        ("cpu", 1, 4, dev, [f"guidance_parallel={n} backend=torchdist" for n in (2, 4)], 4),
+        ("cpu", 1, 4, guided, ["guidance_parallel=2 backend=torchdist"], 4),  # two passes: with each layout of 2
         ("cpu", 1, 4, make_job("", Size(0, 0, 9), sound_only=True), [], 0),
-        ("trn2.48xlarge", 4, 64, make_job("", SIZE), [TWO_CHIPS, FOUR_CHIPS], 4),
-        ("trn2.48xlarge", 4, 16, make_job("", SIZE), [TWO_CHIPS, FOUR_CHIPS], 2),
+        ("trn2.48xlarge", 4, 64, make_job("", SIZE), contexts, 4),
+        ("trn2.48xlarge", 4, 16, make_job("", SIZE), contexts, 2),
         ("trn2.48xlarge", 8, 64, make_job("", SIZE), [], 0),  # not context parallelism of pairs of chips
     ):
         name, *settings = machine.split()
@@ -193,9 +188,6 @@ def test_the_first_blocks_of_a_graph_take_the_same_weights(tmp_path):
     assert runs["main"] == [["blocks", 0]]
     assert sorted(call for run in runs.values() for call in run) == calls
     assert (cut / "blocks.pt2").read_bytes() == b"a graph"
-
-
-REQUEST = {"request": "1", "typed": ["lnc=2"]}
 
 
 def test_a_journals_rows_are_taken_again_by_the_same_request_unless_it_is_damaged(tmp_path, capsys):
@@ -236,9 +228,6 @@ def test_the_table_has_a_line_for_each_variant_with_what_became_of_it():
     assert lines[3].endswith("threads=2: took longer") and len(lines) == 4
 
 
-IGNORING = "--profile-set tuned=no"
-
-
 @pytest.fixture
 def opened(tiny, tmp_path):
     """opened(*settings) is the workspace of a command line; take: one that takes the tuned settings."""
@@ -259,8 +248,7 @@ def choose(workspace: Workspace, run: dict, graphs: dict, size: Size = SIZE) -> 
     path = tuned_settings.file_of(workspace.artifacts, identity)
     settings = tuned_settings.load(workspace.artifacts, identity) or TunedSettings(path, identity)
     settings.run = run
-    key = tuned_settings.size_key(make_job("", size).buckets)
-    settings.sizes[key] = {"settings": graphs, "run": run}
+    settings.sizes[tuned_settings.size_key(make_job("", size).buckets)] = {"settings": graphs, "run": run}
     settings.write()
     return settings
 
@@ -272,16 +260,14 @@ def dit_identity(workspace: Workspace, size: Size = SIZE) -> dict:
 def test_graph_settings_are_those_of_the_dit_and_of_its_size_and_typed_ones_win_key_by_key(opened):
     plain = opened()
     choose(plain, {"threads": "2"}, {"attention": "matmul", "blocks_per_graph": "1"})
-    workspace = opened(take=True)
-    ours = dit_identity(workspace)
+    ours = dit_identity(workspace := opened(take=True))
     assert (ours["attention"], ours["blocks_per_graph"]) == ("matmul", 1)
     assert dit_identity(workspace, Size(96, 64, 9)) == dit_identity(plain, Size(96, 64, 9))
     of_text = ([graphs.identity for graphs in of.text_graphs([64])] for of in (workspace, plain))
     assert next(of_text) == next(of_text)
-    assert workspace.profile.attention == "sdpa" and workspace.profile.threads == 2
-    assert workspace.identity["rank_threads"] == 2
-    workspace = opened("attention=sdpa", "threads=1", take=True)
-    ours = dit_identity(workspace)
+    assert workspace.profile.attention == "sdpa"
+    assert workspace.profile.threads == workspace.identity["rank_threads"] == 2
+    ours = dit_identity(workspace := opened("attention=sdpa", "threads=1", take=True))
     assert (ours["attention"], ours["blocks_per_graph"], workspace.profile.threads) == ("sdpa", 1, 1)
     assert dit_identity(opened("blocks_per_graph=2", take=True))["blocks_per_graph"] == 2
 
@@ -320,9 +306,8 @@ def test_a_file_of_a_store_changes_only_what_a_tuning_chooses_and_a_damaged_one_
         ({"sizes": {}, "run": None}, "is not a file of tuned settings"),
         ({"sizes": {}, "run": {"threads": 2}}, "a setting is not text"),
     ):
-        if not isinstance(content, str):
-            content = json.dumps({"identity": settings.identity, "run": {}} | content)
-        settings.path.write_text(content)
+        own = {"identity": settings.identity, "run": {}}
+        settings.path.write_text(content if isinstance(content, str) else json.dumps(own | content))
         workspace = opened(take=True)
         assert workspace.tuned_settings is None and workspace.profile.threads == 0
         assert message in capsys.readouterr().out

@@ -9,6 +9,7 @@ import resource
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from random import Random
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -44,10 +45,7 @@ def folder(tmp_path):
 def test_files_without_permission_are_not_called_damaged_nor_to_be_deleted(folder, monkeypatch):
     monkeypatch.setattr(artifacts, "folder", lambda *_: folder)
     identity = read_json(folder / MANIFEST)["identity"]
-
-    def find():
-        return artifacts.find(folder.parent, identity, "COMMAND")
-
+    find = partial(artifacts.find, folder.parent, identity, "COMMAND")
     for path in (folder / rank_file(1), folder / MANIFEST):
         uses = (lambda: verify(folder, quick=True)), (lambda: is_finished(folder, identity)), find
         with locked(path):
@@ -190,25 +188,12 @@ def test_of_a_damaged_checkpoint_no_byte_is_read_twice_or_left_out(tiny, tmp_pat
     on_random(check)
 
 
-# --- tensors of any file --------------------------------------------------------------------------
-
-VALUES = {
-    "bias": torch.arange(3, dtype=torch.bfloat16),
-    "empty": torch.empty(0, 4),
-    "flags": torch.tensor([True, False, True]),
-    "half": torch.arange(70, dtype=torch.float16).view(7, 10),
-    "scale": torch.tensor(2.0),
-    "long": torch.arange(999),
-    **{f"small.{number}": torch.full((1,), number % 256, dtype=torch.uint8) for number in range(1500)},
-}
-
-
 @pytest.fixture
 def stored(tmp_path):
     """stored(tensors): an opened file of them."""
 
     def file(**tensors: torch.Tensor) -> TensorFile:
-        save_file(tensors, tmp_path / "file.safetensors")
+        tensorfile.write_tensors(tmp_path / "file.safetensors", tensors, {})
         return TensorFile(tmp_path / "file.safetensors", "DOWNLOAD")
 
     return file
@@ -217,10 +202,14 @@ def stored(tmp_path):
 @pytest.mark.parametrize("group", [1, 100, 10_000])
 def test_all_tensors_are_read_as_they_were_written_and_may_be_replaced_in_place(stored, monkeypatch, group):
     monkeypatch.setattr(tensorfile, "_GROUP_BYTES", group)
-    file = stored(**VALUES)
+    values = {f"small.{number}": torch.full((1,), number % 256, dtype=torch.uint8) for number in range(1500)}
+    values |= {"bias": torch.arange(3, dtype=torch.bfloat16), "half": torch.arange(70).view(7, 10).half()}
+    values |= {"empty": torch.empty(0, 4), "flags": torch.tensor([True, False, True]), "long": torch.arange(999)}
+    values |= {"scale": torch.tensor(2.0), "turned": torch.arange(6.0).view(2, 3).T}
+    file = stored(**values)
     read = dict(file.tensors())
-    assert list(read) == list(file.shapes) and read.keys() == VALUES.keys()
-    for name, value in VALUES.items():
+    assert list(read) == list(file.shapes) and read.keys() == values.keys()
+    for name, value in values.items():
         assert read[name].dtype == value.dtype and torch.equal(read[name], value), name
         assert read[name].data_ptr() % 64 == 0 and read[name].is_contiguous()
         read[name].fill_(1)
@@ -269,22 +258,21 @@ def test_what_the_machine_lacks_is_not_blamed_on_the_file(stored, monkeypatch, n
         assert ("DOWNLOAD" in str(error.value)) is damaged
 
 
-COUNT, MEGABYTE = 160, 10**6
-
-
 def test_loading_keeps_one_copy_in_memory_and_none_of_what_is_copied_to_a_device(tmp_path, monkeypatch):
-    path, size = save_weights(tmp_path, {"w": torch.zeros(1)}) / rank_file(0), 4 * MEGABYTE
-    manifest, entry = read_json(tmp_path / MANIFEST), {"dtype": "F32", "shape": [MEGABYTE]}
-    entries = {f"w{n}": entry | {"data_offsets": [size * n, size * (n + 1)]} for n in range(COUNT)}
+    megabyte, count, size = 10**6, 160, 4 * 10**6
+    path = save_weights(tmp_path, {"w": torch.zeros(1)}) / rank_file(0)
+    manifest, entry = read_json(tmp_path / MANIFEST), {"dtype": "F32", "shape": [megabyte]}
+    entries = {f"w{n}": entry | {"data_offsets": [size * n, size * (n + 1)]} for n in range(count)}
     text = json.dumps(entries).encode()
     header = len(text).to_bytes(8, "little") + text
     path.write_bytes(header)
-    os.truncate(path, len(header) + COUNT * size)  # sparse
+    os.truncate(path, len(header) + count * size)  # sparse
     manifest["files"][path.name]["header_blake3"] = blake3(header).hexdigest()
     write_json(tmp_path / MANIFEST, manifest)
-    monkeypatch.setattr(tensorfile, "_GROUP_BYTES", 20 * MEGABYTE)
+    monkeypatch.setattr(tensorfile, "_GROUP_BYTES", 20 * megabyte)
 
-    peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # noqa: E731
+    def peak() -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def load() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))  # fewer open files than tensors
@@ -292,11 +280,11 @@ def test_loading_keeps_one_copy_in_memory_and_none_of_what_is_copied_to_a_device
         for _, tensor in file.tensors():
             assert tensor.sum() == 0
         # The group at hand, and three that are read ahead; 220 MB for the code depend on the system.
-        assert peak() - before < 4 * 20 * MEGABYTE + 220 * MEGABYTE
+        assert peak() - before < 4 * 20 * megabyte + 220 * megabyte
         rank = SimpleNamespace(weights={}, weight_file=0, device=torch.device("cpu"))
         kept = Rank._load_weights(rank, tmp_path, file.shapes, torch.float32)
         assert kept.keys() == file.shapes.keys()
-        assert COUNT * size < peak() - before < 1.1 * COUNT * size + 200 * MEGABYTE
+        assert count * size < peak() - before < 1.1 * count * size + 200 * megabyte
 
     assert exit_code(forked(load)) == 0
 

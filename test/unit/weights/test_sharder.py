@@ -220,13 +220,10 @@ def test_room_is_reserved_and_a_full_disk_keeps_nothing(source, whole, small_dis
         free = shutil.disk_usage(small_disk).free
         other.write_bytes(bytes(free - free % 4096 - (128 * 1024 if reserves else 4096)))
 
-    def unsupported(*_) -> None:
-        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-
     monkeypatch.setattr(sharder, "_PIECE_BYTES", 500)
     interrupted(MIDDLE, fill)
     if not reserves:
-        monkeypatch.setattr(os, "posix_fallocate", unsupported)
+        monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=OSError(errno.EOPNOTSUPP, "not supported")))
         with pytest.raises(OSError, match="No space left"):  # errors.run prints it without a traceback
             write(source, folder)
         assert not folder.exists()
@@ -327,8 +324,8 @@ def test_degrees_that_cut_a_head_or_a_tensor_are_refused_by_name():
 
 # --- more ranks than key-value heads ----------------------------------------------------------------
 
-HEADS, KEY_VALUE_HEADS, TOKENS = 8, 2, 12
-DEGREES = (1, 4, 8)  # a rank holds 2 heads, 1 shared by two ranks, 1 shared by four
+TOKENS = 12
+DEGREES = (1, 4, 8)  # of 2 key-value heads a rank holds both, 1 shared by two ranks, 1 shared by four
 # Two layers of a width of 32, whose sums over up to eight ranks have another order
 EQUAL = helpers.fp32_bound(*helpers.block_summands(32, TOKENS, attentions=1) * 2)
 
@@ -337,8 +334,7 @@ EQUAL = helpers.fp32_bound(*helpers.block_summands(32, TOKENS, attentions=1) * 2
 def model(request, tmp_path_factory):
     """A text encoder, and its rank files at every degree."""
     folder = tmp_path_factory.mktemp("shared")
-    heads = {"heads": HEADS, "gemma_heads": HEADS, "gemma_kv_heads": KEY_VALUE_HEADS}
-    sizes = TinySizes(layers=1, connector_layers=1, gemma_layers=2, **heads)
+    sizes = TinySizes(layers=1, heads=8, connector_layers=1, gemma_layers=2, gemma_heads=8, gemma_kv_heads=2)
     assets = make_tiny(folder, sizes)
     checkpoint = Checkpoint(assets.checkpoint)
     if request.param == "Gemma 3":
