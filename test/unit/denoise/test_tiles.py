@@ -52,9 +52,8 @@ def test_a_tile_sees_its_own_cells_and_the_appended_ones_that_touch_them():
 
 def test_joined_predictions_are_each_cells_mean_by_the_weights_of_its_tiles():
     own, grid = math.prod(CANVAS), tiles(*CANVAS[1:], 96, 96)
-    shares = torch.zeros(own + 9, len(grid))
     weighted = blend_weights(grid, CANVAS, [Appended((1, 3, 3), HALF)])
-    joined = torch.zeros(own + 9, len(grid))  # of predictions that name their tile
+    shares, joined = torch.zeros(2, own + 9, len(grid))  # of predictions that name their tile
     for number, (tile, (tokens, weights)) in enumerate(zip(grid, weighted, strict=True)):
         joined[tokens, number] += weights
         for token in tokens.tolist():
@@ -77,5 +76,4 @@ def test_each_tile_shape_of_a_stage_has_graphs_and_a_canvas_of_one_tile_is_the_j
     assert set(tiled.buckets) == {*tiled.stage_buckets(first), *tiled.stage_buckets(second)}
     assert second.loras == first.loras  # one weight set
     whole = replace(tiled, tile_height=None, tile_width=None)
-    assert not any(map(whole.stage_tiles, whole.stages))
-    assert whole.buckets == replace(whole, tile=False).buckets
+    assert not any(map(whole.stage_tiles, whole.stages)) and whole.buckets == replace(whole, tile=False).buckets

@@ -6,6 +6,7 @@ import shlex
 import tarfile
 import textwrap
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -51,8 +52,7 @@ def ran(tmp_path, monkeypatch) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     monkeypatch.setattr("sys.argv", ["generate_ltx23.py", "--prompt", PROMPT, "--seed", "1"])
-    log = work / "full-in-turn-1/video.failure.log"
-    with pytest.raises(RuntimeError), logging_failure(log):
+    with pytest.raises(RuntimeError), logging_failure(work / "full-in-turn-1/video.failure.log"):
         raise RuntimeError(f"no tokens for {PROMPT!r}")
     return work
 
@@ -83,8 +83,7 @@ def test_a_bundle_has_what_a_failed_run_left_and_says_so(ran):
     assert "error: RuntimeError\n" in failure and "load: " in failure
     assert 'ltx_neuron/engine/outputs.py", line ' in failure
     assert json.loads(content["run/full-in-turn-1/perf.json"]) == REPORT | {"job": {"seed": 1}}
-    version = System().version("ltx-neuron") or "not installed"
-    assert f"\nltx-neuron: {version}\n" in content["versions.txt"]
+    assert f"\nltx-neuron: {System().version('ltx-neuron') or 'not installed'}\n" in content["versions.txt"]
     assert "commit: " in content["versions.txt"] and "kernel: " in content["versions.txt"]
     assert "torch==" in content["packages.txt"] and "NEURON_RT_NUM_CORES=4" in content["environment.txt"]
     assert "graphs/dit-x: NOT finished" in content["artifacts.txt"]
@@ -191,18 +190,14 @@ def test_a_folder_of_a_run_by_hand_and_a_log_in_the_current_folder_are_packed(ra
     assert "PRIVATE" not in "".join(content.values())
 
 
-def test_a_bundle_is_whole_or_absent_and_replaces_no_file(ran, tmp_path, monkeypatch):
+def test_a_bundle_is_whole_or_absent_and_replaces_no_file(ran, tmp_path):
     kept = tmp_path / "kept.tar.gz"
     kept.write_text("mine")
     for path, message in ((kept, "already exists"), (ran / "x.md", "ends with"), (kept / "b.tgz", "cannot be written")):
         with pytest.raises(UserError, match=message):
             bundle.check_target(path)
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(tarfile.TarFile, "addfile", full)
-    with pytest.raises(OSError):
+    full = OSError(28, "No space left on device")
+    with mock.patch.object(tarfile.TarFile, "addfile", side_effect=full), pytest.raises(OSError):
         packed(ran)
     assert not [*ran.glob("*bundle.tar.gz*")] and kept.read_text() == "mine"
 

@@ -42,8 +42,7 @@ class Trn2(NamedTuple):
 
     driver: str | None = "2.29.0.0"
     chips: int = 1
-    # What neuron-ls prints; None: it is not installed.
-    listed: object = (chip(),)
+    listed: object = (chip(),)  # what neuron-ls prints; None: it is not installed
     packages: dict = NXD_29
     environment: dict = {}
     lnc_file: str | None = None
@@ -196,26 +195,24 @@ def test_a_machine_without_neuron_and_a_trainium3_say_what_they_can_run_and_plan
 
 
 def test_doctor_plan_and_generate_name_the_backend_of_the_installed_stack(doctor, tiny, tmp_path, capsys):
-    flags = ["--profile", "trn2.3xlarge", *map(str, CLIP), "--checkpoint-path", str(tiny.checkpoint)]
-    flags += "--gemma-root", str(tiny.gemma_root)
-    written = ["--artifacts-dir", str(tmp_path / "made"), "--prompt", "a cat", "--output-path", str(tmp_path / "a.mp4")]
+    flags = "--profile", "trn2.3xlarge", "--checkpoint-path", tiny.checkpoint, "--gemma-root", tiny.gemma_root, *CLIP
+    written = "--artifacts-dir", tmp_path / "made", "--prompt", "a cat", "--output-path", tmp_path / "a.mp4"
     for packages, backend in (
         (NXD_29, "nxd (NxD, neuronx-distributed 0.19.28492)"),
         ({**NXD_29, **TORCH_NEURON}, "torchdist (TorchNeuron, torch-neuronx 2.14.3.0)"),
     ):
         _, _, texts = doctor(Trn2(packages=packages, driver="2.31.0.0"))
         assert texts["profile"] == f"trn2.3xlarge: 4 ranks, backend {backend}"
-        commands.dispatch(["plan", *flags])
+        commands.dispatch(["plan", *map(str, flags)])
         assert f"backend {backend}" in capsys.readouterr().out.splitlines()
         with pytest.raises(UserError, match="no dit graphs"):
-            commands.dispatch(["generate", *flags, *written])
+            commands.dispatch(["generate", *map(str, flags + written)])
         assert f"profile trn2.3xlarge: backend {backend}" in capsys.readouterr().out.splitlines()
 
 
 def test_releases_are_told_by_their_packages_and_nxd_lives_from_2_27_to_2_33():
     # What the documentation of SDK 2.33.0 lists: release-notes/components/index.html.
-    assert LAST == (2, 33)
-    assert release_of("compiler", "2.28.7631.0") == release_of("driver", "2.31.7.0") == (2, 33)
+    assert LAST == release_of("compiler", "2.28.7631.0") == release_of("driver", "2.31.7.0") == (2, 33)
     assert release_of("compiler", "2.22.1") == release_of("driver", "2.25.1") == (2, 27)
     assert release_of("compiler", "2.29.7") == release_of("driver", "2.32.0") == (2, 34)
     assert {release_of("compiler", other) for other in ("2.21.1", "0", "", None, "unknown")} == {None}
@@ -329,9 +326,6 @@ def test_a_command_that_is_absent_fails_or_hangs_has_no_output(monkeypatch):
     assert output_of("false") is None and output_of("sleep", "5") is None and output_of("echo", "yes") == "yes\n"
 
 
-PAIRS = [[0, 2], [1, 3]]
-
-
 class Stand(SimpleNamespace):
     """Ranks in groups of `partition`, as Ranks.put, run and get have them."""
 
@@ -344,21 +338,21 @@ class Stand(SimpleNamespace):
         return 0.25
 
     def get(self, program, name):
-        numbers = groups.expected(self.rows, self.partition)[name].flatten()
-        return numbers[:, None].expand(-1, groups.WIDTH)
+        return groups.expected(self.rows, self.partition)[name].flatten()[:, None].expand(-1, groups.WIDTH)
 
 
 def test_the_probe_of_groups_finds_ranks_that_are_others_or_in_another_order():
     programs = {"cp": SimpleNamespace(graphs={"collectives": {"outputs": ["gathered", "summed"]}})}
+    wanted = [[0, 2], [1, 3]]
     for partition, text in (
-        (PAIRS, "gathered, summed in 0.25 ms"),
+        (wanted, "gathered, summed in 0.25 ms"),
         ([[2, 0], [1, 3]], "rank 0 gathers from ranks [2, 0], wanted [0, 2]: tokens would be mixed"),
         ([[0, 2], [3, 1]], "rank 1 gathers from ranks [3, 1], wanted [1, 3]: tokens would be mixed"),
         ([[0, 1], [2, 3]], "gathered on rank 0 is wrong"),
     ):
-        finding = groups._probed(Stand(partition=partition, programs=programs), "cp", PAIRS)
+        finding = groups._probed(Stand(partition=partition, programs=programs), "cp", wanted)
         assert (finding.check, finding.text) == ("group cp", f"2 groups of 2 ranks: {text}")
-        assert finding.state == ("ok" if partition == PAIRS else "blocks") and bool(finding.fix) == (partition != PAIRS)
+        assert (finding.state, bool(finding.fix)) == (("ok", False) if partition == wanted else ("blocks", True))
 
 
 def test_groups_are_not_probed_where_something_blocks_or_a_run_has_one_group(doctor, monkeypatch):

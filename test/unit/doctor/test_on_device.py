@@ -77,8 +77,7 @@ def test_collectives_and_outputs_are_probed_on_ranks_and_wrong_sums_are_found(tm
     monkeypatch.setattr(probes, "RUNS", 2)
     names, bench = [*measurements.COLLECTIVES], rehearsal(tmp_path)
     rows = [line.strip("| ").split(" | ") for line in measurements.collectives(bench, names)][4:]
-    assert [row[0] for row in rows] == names
-    assert all(row[-1] == "True" and float(row[4]) > 0 for row in rows)
+    assert [row[0] for row in rows] == names and all(row[-1] == "True" and float(row[4]) > 0 for row in rows)
     assert "unchanged." in next(measurements.outputs(bench))
     monkeypatch.setitem(probes.OPERATIONS, "sum", (probes.OPERATIONS["sum"][0], lambda x: x))
     with pytest.raises(pytest.fail.Exception, match="wrong numbers: sum of its norms"):

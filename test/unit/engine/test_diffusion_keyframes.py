@@ -24,13 +24,14 @@ from ltx_neuron.report.latency import Recorder
 
 FP32 = 2e-6  # relative, after all layers
 SHAPE = 3, 3, 3
-FRAMES = 0, 3, 9, 14  # of keyframes
 EMBEDDING = randn(8, seed=11)
+TWO_STAGES = Size(256, 256, 17, two_stage=True)
+READING = make_job("rain", TWO_STAGES, num_generated_keyframes=2, decode_with_keyframes=True)
 # Every fifth row and column of the frames, as tools/golden/keyframe_decoder.py records them of the definition.
 GOLDEN, STEP = ROOT / "test/golden/diffusion_keyframes.safetensors", 5
 
 
-def keyframes(frames=FRAMES) -> dict[int, Tensor]:
+def keyframes(frames=(0, 3, 9, 14)) -> dict[int, Tensor]:
     drawn = generator(5)
     return {frame: torch.randn(1, 8, 1, *SHAPE[1:], generator=drawn) for frame in frames}
 
@@ -41,8 +42,7 @@ def pixels(planes: dict[int, Tensor], embedding: Tensor | None = EMBEDDING, **co
     if embedding is not None:
         weights.type_emb = torch.nn.Parameter(embedding, requires_grad=False)
     weights.config = replace(config_of(), **config)
-    chunks = DiffusionDecoder(weights.config, SHAPE, weights).pixels(latent(SHAPE), SEED, planes)
-    return torch.cat([*chunks], 2)[0]
+    return torch.cat([*DiffusionDecoder(weights.config, SHAPE, weights).pixels(latent(SHAPE), SEED, planes)], 2)[0]
 
 
 def test_a_clip_attends_to_its_keyframes_as_the_definition_says():
@@ -68,10 +68,6 @@ def test_memory_grows_with_the_length_and_is_larger_than_without_keyframes():
     assert plain < short < long < 2 * short
 
 
-TWO_STAGES = Size(256, 256, 17, two_stage=True)
-READING = make_job("rain", TWO_STAGES, num_generated_keyframes=2, decode_with_keyframes=True)
-
-
 def test_the_decoder_gets_the_last_stages_keyframes_by_frame():
     decoded = []
 
@@ -89,8 +85,7 @@ def test_the_decoder_gets_the_last_stages_keyframes_by_frame():
         run.tensors |= {"s1_generated_keyframes": torch.zeros(1), "s2_generated_keyframes": planes}
         assert decoder.result(run)
     first, second = decoded
-    assert list(first) == [5, 11] and second == {}
-    assert torch.equal(torch.cat([*first.values()], 2), planes)
+    assert list(first) == [5, 11] and second == {} and torch.equal(torch.cat([*first.values()], 2), planes)
 
 
 def test_dfrs_keyframes_inside_the_clip_are_decoded_in_their_order():
@@ -107,10 +102,9 @@ def test_dfrs_keyframes_inside_the_clip_are_decoded_in_their_order():
 
 def test_what_does_not_fit_is_refused_and_a_file_that_cannot_use_the_keyframes_is_named():
     READING.check()
-    one_stage = replace(TWO_STAGES, two_stage=False)
     for message, changes in (
         ("goes with --num-generated-keyframes", {"num_generated_keyframes": None}),
-        ("cannot be combined with --upscale", {"upscale": "spatial", "size": one_stage}),
+        ("cannot be combined with --upscale", {"upscale": "spatial", "size": replace(TWO_STAGES, two_stage=False)}),
         ("ltx-pipelines-1.2.0 decodes without keyframes", {"compat": "ltx-pipelines-1.2.0"}),
     ):
         with pytest.raises(FieldError, match=message):

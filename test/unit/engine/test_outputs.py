@@ -22,7 +22,6 @@ from ltx_neuron.weights.tensorfile import write_tensors
 
 REPORT = Recorder().report(make_job("rain").describe(), "cpu", 1, {}, {"code": ""})
 SIDECAR = sidecar(make_job("rain"), REPORT)
-TWO_FRAMES = torch.zeros(2, 4, 4, 3, dtype=torch.uint8)
 
 
 def refusal(outputs: OutputPaths, **inputs) -> str:
@@ -37,12 +36,11 @@ def lines_of(count: int) -> list[Line]:
 
 
 def write_state(path: Path) -> None:
-    generator = torch.Generator().get_state()
-    write_run_tensors(path, {"s1_video": torch.zeros(1), "generator_state": generator}, {})
+    write_run_tensors(path, {"s1_video": torch.zeros(1), "generator_state": torch.Generator().get_state()}, {})
 
 
-def test_an_output_over_an_input_or_another_output_is_refused(tmp_path):
-    for folder in ("artifacts", "gemma"):
+def test_an_output_over_an_input_or_another_output_is_refused_one_apart_accepted_and_nothing_made(tmp_path):
+    for folder in ("artifacts", "artifacts of mine", "gemma"):
         (tmp_path / folder).mkdir()
     for name in ("image.png", "blob"):
         (tmp_path / name).write_bytes(b"content")
@@ -65,19 +63,12 @@ def test_an_output_over_an_input_or_another_output_is_refused(tmp_path):
     ):
         outputs, inputs = ({name: tmp_path / path for name, path in paths.items()} for paths in (outputs, inputs))
         assert message.format(tmp_path) in refusal(OutputPaths(**outputs), **inputs)
-    assert {path: (path.lstat()[:7], path.lstat().st_mtime_ns) for path in found("*")} == before
-
-
-def test_outputs_apart_from_inputs_are_accepted_and_nothing_is_made(tmp_path):
-    for folder in ("artifacts", "artifacts of mine"):
-        (tmp_path / folder).mkdir()
     tensors, report = tmp_path / "artifacts.safetensors", tmp_path / "new" / "out.json"
     video, frames = tmp_path / "artifacts of mine/out.mp4", tmp_path / "frames"
     outputs = OutputPaths(video, frames=frames, tensors=tensors, report=report)
     outputs.check({"--artifacts-dir": tmp_path / "artifacts", "--lora": tmp_path / "absent"})
-    assert sorted(os.listdir(tmp_path)) == ["artifacts", "artifacts of mine"]
-    message = refusal(replace(outputs, resume=str(tensors)))
-    assert "--resume and --save-tensors are the same file" in message
+    assert "--resume and --save-tensors are the same file" in refusal(replace(outputs, resume=str(tensors)))
+    assert {path: (path.lstat()[:7], path.lstat().st_mtime_ns) for path in found("*")} == before
 
 
 def test_neither_the_plot_of_a_report_nor_the_video_of_the_api_is_written_over_an_input(tmp_path, tiny):
@@ -150,13 +141,12 @@ def test_a_run_that_fails_leaves_a_log_and_its_state_and_a_finished_one_neither(
 
 
 def test_frames_of_an_earlier_run_are_replaced_but_not_other_files_with_the_name_of_a_frame(tmp_path):
-    folder = tmp_path / "fr"
+    folder, frames = tmp_path / "fr", torch.zeros(2, 4, 4, 3, dtype=torch.uint8)
     outputs = OutputPaths(tmp_path / "out.mp4", frames=folder)
-    list(write_frames(folder, [TWO_FRAMES]))
+    list(write_frames(folder, [frames]))
     (tmp_path / "soft.png").symlink_to("fr/frame_00001.png")
     for image in ("fr/../fr/frame_00001.png", "soft.png"):
-        message = refusal(outputs, image=tmp_path / image)
-        assert "--image and frame_00001.png of --save-frames are the same file" in message
+        assert "--image and frame_00001.png of --save-frames are the same" in refusal(outputs, image=tmp_path / image)
     for name in ("tensors", "report"):
         message = refusal(replace(outputs, **{name: folder / "frame_00099.png"}))
         assert "frame_00099.png of --save-frames are the same file" in message
@@ -165,7 +155,7 @@ def test_frames_of_an_earlier_run_are_replaced_but_not_other_files_with_the_name
     (folder / "frame_00300.png").write_bytes(b"\x89PNG of others")
     others = f"{folder}/frame_00300.png exists and this toolkit did not write it; pass an empty folder with"
     assert refusal(outputs) == f"{others} --save-frames DIR"
-    list(write_frames(folder, [TWO_FRAMES[:1]]))  # frame_00001.png was ours, and is stale
+    list(write_frames(folder, [frames[:1]]))  # frame_00001.png was ours, and is stale
     assert sorted(os.listdir(folder)) == ["frame_00000.png", "frame_00300.png", "notes.txt"]
 
 

@@ -30,8 +30,7 @@ def checkpoint(folder, version: str = "2.5.0") -> Checkpoint:
 
 
 def test_the_head_predicts_the_seconds_of_ltx_core_from_both_streams(tmp_path):
-    golden = load_file(GOLDEN)
-    head = duration_head_spec(GOLDEN, checkpoint(tmp_path), TRANSFORMER).load()
+    golden, head = load_file(GOLDEN), duration_head_spec(GOLDEN, checkpoint(tmp_path), TRANSFORMER).load()
     seconds = head(golden["video_context"], golden["audio_context"])
     torch.testing.assert_close(seconds, golden["seconds"], rtol=1e-6, atol=0)
 
@@ -55,8 +54,7 @@ def test_a_head_of_another_release_of_other_widths_or_with_other_tensors_is_refu
     fitting = checkpoint(tmp_path)
     with pytest.raises(UserError, match="wanted a duration head, got a transformer of LTX 2.5.0\nDownload it: hf"):
         duration_head_spec(fitting.path, fitting, TRANSFORMER)
-    wide = {"transformer": {}, "duration_head": {}}
-    wide = rewrite(GOLDEN, tmp_path / "wide.safetensors", lambda _: None, wide)
+    wide = rewrite(GOLDEN, tmp_path / "wide.safetensors", lambda _: None, {"transformer": {}, "duration_head": {}})
     with pytest.raises(UserError, match=r"of widths \(4096, 2048\), but .* have widths \(32, 16\)"):
         duration_head_spec(wide, fitting, TRANSFORMER)
     surplus = {"duration_head.mlp_more.bias": torch.zeros(1)}

@@ -32,7 +32,6 @@ CPU, TWO_STAGES = torch.device("cpu"), Size(64, 96, 25, two_stage=True)
 WHOLE = make_job("rain", Size(64, 96, 25))
 # The video encoder sums convolutions in another order where frames are laid out otherwise.
 ENCODED = 2e-6
-SHOWS = 1e-2  # what encoding in other tiles changes at least
 
 
 def wav(path, samples, rate):
@@ -42,7 +41,6 @@ def wav(path, samples, rate):
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """film: 25 frames of 64 x 96 with sound; long: 89 frames."""
     folder = tmp_path_factory.mktemp("media")
     for name, count, size in (("film", 25, (64, 96)), ("long", 89, (32, 64))):
         write_video(folder / f"{name}.mp4", [picture_frames(count, *size, 3)], 24.0, lambda: tone(48000, 4.0), 48000)
@@ -57,7 +55,6 @@ def host(tiny):
 
 @pytest.fixture(scope="module")
 def theirs(tiny):
-    """ltx-core's video and audio encoders."""
     from ltx_core.loader.single_gpu_model_builder import SingleGPUModelBuilder
     from ltx_core.model import audio_vae, video_vae
 
@@ -117,8 +114,7 @@ def test_a_sound_as_long_as_the_video_is_taken_and_a_short_broken_or_almost_empt
         check(a2v(wav(tmp_path / "exact.wav", randn(2, round(frames / rate * samples)) / 9, samples), frames, rate))
     broken = torch.full((1, 16000), torch.nan).numpy()
     broken = write_sound(tmp_path / "nan.wav", broken, 48000, "pcm_f32le", format="flt")
-    almost_none = wav(tmp_path / "tiny.wav", torch.zeros(2, 200), 48000)
-    sound = files / "sound.wav"
+    almost_none, sound = wav(tmp_path / "tiny.wav", torch.zeros(2, 200), 48000), files / "sound.wav"
     for path, frames, settings, message in (
         (sound, 81, {"start_time": 0.5}, r"got 2.50 s of sound from --audio-start-time 0.5 on, wanted 3.38 s \(81 fr"),
         (sound, 25, {"max_duration": 0.4}, "with --audio-max-duration 0.4, .* leave --audio-max-durat"),
@@ -135,7 +131,6 @@ def test_a_bed_is_heard_at_its_level_and_is_not_in_the_videos_sound(tmp_path, ra
     path, heard, latent = wav(tmp_path / "a.wav", tone(rate, 1.2), rate), [], randn(1, 8, 27, 16)
     encoder = SimpleNamespace(encode_audio=lambda sound: heard.append(sound) or (None, latent))
     jobs = [replace(WHOLE, sound=SoundCondition(path, bed=level)) for level in (None, -50.0)]
-    torch.manual_seed(3)
     before = torch.get_rng_state()
     plain, bed = (encode(encoder, job) for job in jobs)
     assert torch.equal(torch.get_rng_state(), before)  # the job's draws stay
@@ -155,8 +150,7 @@ def decoded(job: Job, video, audio, **tensors):
     run.tensors |= {"s1_video": video, "s1_audio": audio} | tensors
 
     def frames(latent, seed, keyframes):
-        shade = (latent.mean() * 100).long() % 256
-        everything = (torch.arange(8 * latent.shape[2] - 7) + shade).byte()
+        everything = (torch.arange(8 * latent.shape[2] - 7) + (latent.mean() * 100).long() % 256).byte()
         for chunk in everything[:, None, None, None].expand(-1, 32, 32, 3).split(16):
             chunks.append(len(chunk))
             yield chunk
@@ -219,7 +213,7 @@ def test_a_long_retake_is_encoded_with_its_sound_in_upstreams_tiles(files, host,
     tensors = checked(host, job)
     assert tensors.keys() == {"video_latent", "mel", "audio_latent"}
     assert rel(tensors["video_latent"], wanted) < ENCODED and len(tiles.starts) == 2
-    assert rel(tensors["video_latent"], theirs.video(clip)) > SHOWS
+    assert rel(tensors["video_latent"], theirs.video(clip)) > 1e-2  # what encoding in other tiles changes at least
     mel, latent = sound_latent(theirs, host, files / "long.mp4", 89 / 24)
     assert torch.equal(tensors["mel"], mel) and torch.equal(tensors["audio_latent"], latent[:, :, :93])
 
@@ -268,8 +262,7 @@ def test_an_image_as_a_reference_is_encoded_as_a_video_of_equal_frames(tmp_path,
     picture, path = picture_frames(1, 100, 130, 5)[0].numpy(), tmp_path / "sheet.png"
     Image.fromarray(picture).save(path)
     (reference,) = Job(num_frames=17, video_conditioning=[(str(path), 1.0)]).references
-    job = ic_lora(reference, frames=17)
-    wanted = theirs.video(fill(picture, 64, 96).expand(-1, -1, 17, -1, -1))
+    job, wanted = ic_lora(reference, frames=17), theirs.video(fill(picture, 64, 96).expand(-1, -1, 17, -1, -1))
     assert rel(checked(host, job)["reference_latent"], wanted) < ENCODED
     path.write_bytes(b"no image")
     with pytest.raises(UserError, match="sheet.png cannot be read.*\n.*--video-conditioning FILE"):
@@ -321,13 +314,11 @@ def test_an_input_sound_is_the_videos_is_not_decoded_and_is_in_the_resume_file(f
     run.finish(job.stages[1], randn(1, 128, 4, 2, 3), randn(1, 8, 26, 16))
     decoder = HostModels(tiny.checkpoint, host.config, torch.float32)
     result = Decoder(decoder, Recorder(), ahead=False).result(run)
-    assert not {"audio_decoder", "vocoder"} & vars(decoder).keys()
-    assert result.sample_rate == 44100
+    assert not {"audio_decoder", "vocoder"} & vars(decoder).keys() and result.sample_rate == 44100
     assert torch.equal(result.waveform, read_sound(files / "sound.wav", "", 0.0, 25 / 24).samples)
 
 
 def test_a_clip_to_upscale_gives_the_job_what_the_model_can_have_of_it(tmp_path, monkeypatch, capsys):
-    """By an upscaler of 2."""
     monkeypatch.chdir(tmp_path)  # the user's folder
     save_file({"a": torch.zeros(1)}, "x2.safetensors", {"reference_downscale_factor": "2"})
 

@@ -99,8 +99,7 @@ def test_other_exrs_are_read_as_three_colours_or_refused(tmp_path):
 
 
 def job(path, **fields) -> Job:
-    inputs = {"text_embeddings": "texts.safetensors", "video_conditioning": [[str(path), 1.0]]}
-    return Job.validated(inputs | fields)
+    return Job.validated({"text_embeddings": "texts", "video_conditioning": [[str(path), 1.0]]} | fields)
 
 
 def plate(folder, *sides: tuple[int, int]):

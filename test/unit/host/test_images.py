@@ -23,6 +23,8 @@ PICTURES = [Image.fromarray(each.numpy()) for each in picture_frames(3, 64, 96, 
 SHOWN = PICTURES[0]
 PAGES = {"save_all": True, "append_images": PICTURES[1:]}
 MOVING = PAGES | {"duration": 100}
+# By EXIF orientation, from 2 on: what makes the stored picture of the one that is shown
+STORED = ["FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_90", "TRANSVERSE", "ROTATE_270"]
 
 
 def as_pixels(image: Image.Image) -> torch.Tensor:
@@ -36,8 +38,7 @@ def test_pixels_are_those_of_ltx_pipelines_for_any_aspect_ratio_and_compression(
     for size, crf, dtype in (((301, 517), 33, exact), ((33, 700), 18, torch.bfloat16), ((720, 407), 0, exact)):
         Image.fromarray(picture_frames(1, *size, 5)[0].numpy()).save(path)
         expected = load_image_conditioning(str(path), 128, 192, dtype, torch.device("cpu"), crf)
-        assert expected.shape == (1, 3, 1, 128, 192)
-        assert torch.equal(load_image(path, 128, 192, crf, dtype), expected)
+        assert expected.shape == (1, 3, 1, 128, 192) and torch.equal(load_image(path, 128, 192, crf, dtype), expected)
 
 
 def test_an_image_of_any_mode_is_converted_to_rgb_without_a_warning(tmp_path, recwarn):
@@ -50,10 +51,6 @@ def test_an_image_of_any_mode_is_converted_to_rgb_without_a_warning(tmp_path, re
     Image.new("1", (12000, 9000), 1).save(path := tmp_path / "large.png")  # a phone's 108 megapixels
     assert is_still(path) and decode_image(path, "shown").shape == (9000, 12000, 3)
     assert not recwarn.list
-
-
-# By EXIF orientation, from 2 on: what makes the stored picture of the one that is shown
-STORED = ["FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_90", "TRANSVERSE", "ROTATE_270"]
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -79,7 +76,7 @@ def test_a_colour_profile_is_applied_unless_it_is_damaged(tmp_path, capsys):
     assert "colour profile is ignored" in capsys.readouterr().out
 
 
-def test_an_image_that_cannot_be_used_is_refused(tmp_path):
+def test_an_image_that_cannot_be_used_is_refused_and_a_file_of_another_format_by_the_formats_name(tmp_path):
     SHOWN.save(tmp_path / "whole.png")
     whole = (tmp_path / "whole.png").read_bytes()
     (tmp_path / "half.png").write_bytes(whole[: len(whole) // 2])
@@ -102,9 +99,6 @@ def test_an_image_that_cannot_be_used_is_refused(tmp_path):
         with pytest.raises(UserError, match=message):
             load_image(tmp_path / name, 96, 128)
     assert content_digest(tmp_path / "pipe") == "unreadable"
-
-
-def test_a_file_of_another_format_is_refused_by_the_formats_name(tmp_path):
     for begin, message in (
         (b"%PDF-1.4", "it is a PDF; wanted PNG, JPEG"),
         (b"\xff\x0a\xfa", "it is JPEG XL; wanted PNG"),
@@ -149,8 +143,7 @@ def test_a_file_is_a_still_or_a_video_by_its_content(tmp_path, name, format, set
     """Of a moving picture as an image the first is taken, with a note."""
     SHOWN.save(path := tmp_path / name, format=format, **settings)
     (reference,) = Job(video_conditioning=[(str(path), 1.0)], num_frames=17).references
-    assert is_still(path) == reference.still == still
-    assert reference.num_frames == (1 if still else 3)
+    assert (is_still(path), reference.still, reference.num_frames) == (still, still, 1 if still else 3)
     assert reference.latent_shape(Size(num_frames=17)) == (3 if still else 1, 16, 24)
     assert still or len(list(first_frames(path, ""))) == 3
     moves = [] if still else [f"--image {path} moves: its first picture is taken"]

@@ -37,15 +37,12 @@ def test_samples_of_any_format_are_those_that_were_written(tmp_path, codec, kind
     assert rate == 22050 and torch.equal(samples, torch.from_numpy((stored.astype(float) - silence) / scale).float())
 
 
-# The first four numbers of an MP4's display matrix -> quarter turns counterclockwise from what is stored to
-# what is shown. A phone that is held upright writes the third.
-MATRICES = {(1, 0, 0, 1): 0, (0, -1, 1, 0): 1, (0, 1, -1, 0): 3, (-1, 0, 0, -1): 2}
-
-
 def test_a_video_is_taken_as_it_is_shown_and_as_it_is_stored_on_request(tmp_path):
     write_video(path := tmp_path / "phone.mp4", [picture_frames(25, 64, 96, 3)], 24.0, None, 48000)
     content, stored = path.read_bytes(), list(first_frames(path, ""))
-    for matrix, turns in MATRICES.items():
+    # The first four numbers of an MP4's display matrix -> quarter turns counterclockwise from what is stored to what is
+    # shown. A phone that is held upright writes the third.
+    for matrix, turns in {(1, 0, 0, 1): 0, (0, -1, 1, 0): 1, (0, 1, -1, 0): 3, (-1, 0, 0, -1): 2}.items():
         path.write_bytes(content)
         assert footage(turned(path, matrix), "") == Size(*(96, 64) if turns % 2 else (64, 96), 25, 24.0)
         assert np.array_equal(list(first_frames(path, "")), np.rot90(stored, turns, axes=(1, 2)))
@@ -117,8 +114,7 @@ def test_a_click_is_read_at_the_time_of_its_flash_in_any_container(tmp_path, nam
 
 
 def test_a_trimmed_clip_begins_where_its_edit_list_says(tmp_path):
-    whole = write_clip(tmp_path / "whole.mp4")
-    command = ffmpeg(whole, "trimmed.mp4", "-c", "copy", before=("-ss", "0.25"))
+    command = ffmpeg(write_clip(tmp_path / "whole.mp4"), "trimmed.mp4", "-c", "copy", before=("-ss", "0.25"))
     path = run_printed(f"Type: cd {tmp_path}; {command}", tmp_path)
     assert flash_of(path) == FLASH - 6 and footage(path, "").num_frames == 33 - 6
     assert click_of(read_sound(path, "")) == pytest.approx((FLASH - 6) / RATE, abs=EXACT)
@@ -136,8 +132,7 @@ def test_sound_that_overlaps_is_left_out_and_a_pause_of_hours_is_a_damaged_time(
 
 
 def test_there_is_silence_where_a_track_has_none_and_its_samples_elsewhere(tmp_path):
-    path = write_clip(tmp_path / "a.mkv", moved=GAP, codec="flac", sound_at=0.125)
-    samples, rate = read_sound(path, "")
+    samples, rate = read_sound(write_clip(tmp_path / "a.mkv", moved=GAP, codec="flac", sound_at=0.125), "")
     silent = (samples == 0).all(0).numpy()
     changes = np.flatnonzero(np.diff(silent.astype(int))) / rate
     assert changes == pytest.approx([0.125, 0.2, 0.5], abs=0.025)  # silent until 0.125; a pause of whole packets
@@ -263,8 +258,7 @@ PROVOKING = [
 @pytest.mark.parametrize("name, make, take, message", PROVOKING, ids=[row[0] for row in PROVOKING])
 def test_a_printed_command_mends_a_file_and_keeps_it_in_sync(tmp_path, monkeypatch, name, make, take, message):
     monkeypatch.chdir(tmp_path)  # the user's folder
-    path = tmp_path / name
-    make(path)
+    make(path := tmp_path / name)
     with pytest.raises(UserError, match=f"(?s){message}.*\nType: ffmpeg ") as refused:
         take(name if name.startswith("-") else path)
     converted = run_printed(str(refused.value), tmp_path)
@@ -278,8 +272,7 @@ def test_a_printed_command_mends_a_file_and_keeps_it_in_sync(tmp_path, monkeypat
         apart = TOGETHER + (1 / 24 if "variable" in message else 0)
         assert after.click - after.flash == pytest.approx(before.click - before.flash, abs=apart)
         rate = footage(converted, "").frame_rate
-        read_apart = click_of(sound) - flash_of(converted) / rate
-        assert read_apart == pytest.approx(after.click - after.flash, abs=TOGETHER)
+        assert click_of(sound) - flash_of(converted) / rate == pytest.approx(after.click - after.flash, abs=TOGETHER)
         if "--video-path" in str(refused.value) and "-frames:v" in str(refused.value):
             assert sound.samples.shape[1] / sound.rate < after.frames / rate + 0.1  # cut as well
     assert after.box[0] == pytest.approx(after.box[1], rel=0.1)  # nothing is stretched

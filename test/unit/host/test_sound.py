@@ -25,22 +25,18 @@ from ltx_neuron.models.programs import spectrogram_program, waveform_program
 from ltx_neuron.models.vocoder import MelSpectrogram, Snake, arrangement, resampling_filters
 from ltx_neuron.weights.tensorfile import TensorFile
 
-# Of tests that take seconds: the tiny config has the same layers.
-KERNELS = pytest.mark.parametrize("config", ["released kernels"], indirect=True)
 # Random layers answer a rounding with ten of it: ltx-core's float32 is 8e-6 from its float64. A wrong tap leaves 1e-2.
 ROUNDING = 5e-5
 # Of spectrograms, float32 against float64: the filters' own rounding (measured 2.4e-6), and that of a sum of 1024.
 RESAMPLED, SPECTRUM = 5e-6, 1e-5
 MEL = MelSizes(rate=16000, bins=64, hop=160, window=1024)
-# The released kernels, rates and levels, with few channels.
-NARROW = {
-    "audio_vae": {"model": {"params": {"ddconfig": {"ch": 128, "ch_mult": [1, 1, 2]}}}},
-    "vocoder": {"vocoder": {"upsample_initial_channel": 64}, "bwe": {"upsample_initial_channel": 32}},
-}
 
 
 def narrow_config(**changes) -> dict:
-    return merge(merge(released_config(), NARROW), changes)
+    """The released kernels, rates and levels, with few channels."""
+    narrow = {"vocoder": {"vocoder": {"upsample_initial_channel": 64}, "bwe": {"upsample_initial_channel": 32}}}
+    narrow["audio_vae"] = {"model": {"params": {"ddconfig": {"ch": 128, "ch_mult": [1, 1, 2]}}}}
+    return merge(merge(released_config(), narrow), changes)
 
 
 @pytest.fixture(scope="module", params=["tiny", "released kernels"])
@@ -82,8 +78,7 @@ def test_a_waveform_that_is_not_clipped_equals_ltx_cores(vocoders, rows, monkeyp
     theirs, ours = vocoders
     expected, got = theirs(mel(rows)), ours(mel(rows))
     assert got.shape == expected.shape == (1, 2, 480 * rows)
-    assert 0 < expected.abs().max() < 1
-    assert rel(got, expected) < ROUNDING
+    assert 0 < expected.abs().max() < 1 and rel(got, expected) < ROUNDING
 
 
 @pytest.mark.parametrize("frames", [1, 9, 61])
@@ -91,17 +86,10 @@ def test_a_spectrogram_equals_ltx_cores(decoders, frames, monkeypatch):
     monkeypatch.setattr(sound, "WINDOW", 4 * 45)
     theirs, ours = decoders
     expected, got = theirs(latent(frames)), ours(latent(frames))
-    assert got.shape == expected.shape == (1, 2, 4 * frames - 3, 64)
-    assert rel(got, expected) < 3e-6
+    assert got.shape == expected.shape == (1, 2, 4 * frames - 3, 64) and rel(got, expected) < 3e-6
     broken = latent(frames)
     broken[0, 0, 0, 0] = torch.nan
     assert not ours(broken).isfinite().all()
-
-
-def test_the_released_models_reach_and_graphs():
-    decoder, sizes = audio_decoder_config(released_config()), vocoder_config(released_config())
-    assert (decoder.reach, sizes.reach) == ((33, 0), (56, 52))
-    assert (len(spectrogram_program(decoder, 57).graphs), len(waveform_program(sizes, 208).graphs)) == (5, 15)
 
 
 @pytest.mark.parametrize("length", [1, 60, 61, 1000])
@@ -138,11 +126,9 @@ class InRange(TorchDispatchMode):
 
 def test_on_the_ranks_every_sine_is_of_pi_at_most_and_the_sound_is_the_hosts():
     """Of a trained vocoder: the demo's."""
-    checkpoint = TensorFile(ASSETS.checkpoint, "")
-    config = json.loads(checkpoint.metadata["config"])
+    config = json.loads(TensorFile(ASSETS.checkpoint, "").metadata["config"])
     host, sizes = HostModels(ASSETS.checkpoint, config, torch.float32), vocoder_config(config)
-    spectrogram = host.audio_decoder(latent(6))
-    named = {}
+    spectrogram, named = host.audio_decoder(latent(6)), {}
     for name, weight in host._spec("vocoder").load().state_dict().items():
         arrange = arrangement(own := sound.vocoder_name(name), sizes)
         named[own] = arrange(weight) if arrange else weight
@@ -151,8 +137,7 @@ def test_on_the_ranks_every_sine_is_of_pi_at_most_and_the_sound_is_the_hosts():
     assert program.graphs  # from a run on meta tensors, which have no values to check
     with torch.no_grad(), InRange() as angles:
         values = run_program(program, named, given)
-    assert angles.turns >= 10
-    assert rel(values["span_waveform"], host.vocoder(spectrogram)) < ROUNDING
+    assert angles.turns >= 10 and rel(values["span_waveform"], host.vocoder(spectrogram)) < ROUNDING
     snake, angles = Snake(1), torch.linspace(-40, 40, 100_001).view(1, -1, 1, 1)
     snake.load_state_dict({"alpha": torch.zeros(1), "beta": torch.zeros(1)})
     with torch.no_grad():
@@ -178,7 +163,7 @@ def test_silence_has_no_square_root_of_zero_on_the_ranks_and_its_floor_is_not_he
     assert [module.least_power for module in modules if isinstance(module, MelSpectrogram)] == [0]
 
 
-@KERNELS
+@pytest.mark.parametrize("config", ["released kernels"], indirect=True)  # it takes seconds; tiny has the same layers
 def test_the_number_of_threads_does_not_change_the_bits(vocoders, decoders):
     results = []
     for threads in (3, 1):  # the last as one_thread has it
@@ -198,7 +183,10 @@ def test_a_decode_of_minutes_of_sound_is_cancelled_within_a_graph(vocoders):
         future.result()
 
 
-def test_a_model_unlike_the_released_one_is_refused_by_what_differs():
+def test_the_released_model_has_its_reach_and_graphs_and_one_unlike_it_is_refused_by_what_differs():
+    decoder, sizes = audio_decoder_config(released_config()), vocoder_config(released_config())
+    assert (decoder.reach, sizes.reach) == ((33, 0), (56, 52))
+    assert (len(spectrogram_program(decoder, 57).graphs), len(waveform_program(sizes, 208).graphs)) == (5, 15)
     for part, change, message in (
         ("vocoder", {"vocoder": {"use_tanh_at_final": True}}, "vocoder.use_tanh_at_final is True"),
         ("vocoder", {"vocoder": {"upsample_kernel_sizes": [12, 4, 4, 4, 4, 4]}}, "[12, 4, 4"),
@@ -237,8 +225,7 @@ def test_filters_are_slaneys_triangles_of_equal_area():
     mels = torch.where(centres < 1000, centres / (200 / 3), 15 + (centres / 1000).log() * 27 / math.log(6.4))
     top = 15 + 27 * math.log(8) / math.log(6.4)
     assert (mels - torch.arange(1, 65) * top / 65).abs().max() < 0.15  # a bin is 15.6 Hz wide
-    wide = filters[:, 20:]  # of those that have enough bins to be summed
-    assert ((wide.sum(0) * 15.625 - 1).abs() < 0.05).all()
+    assert ((filters[:, 20:].sum(0) * 15.625 - 1).abs() < 0.05).all()  # those that have enough bins to be summed
 
 
 @pytest.mark.parametrize("samples", [1600, 1601])

@@ -51,8 +51,7 @@ def test_bfloat16_is_no_further_from_float32_than_ltx_cores_own(side, size):
     exact, half, given = ltx_vae(side), ltx_vae(side).bfloat16(), given_to(side, *size)
     exact.load_state_dict(half.state_dict())  # weights that bfloat16 holds
     expected, ours = exact(given), host_like(side, half, torch.bfloat16)(given)
-    assert ours.dtype == torch.float32
-    assert 0 < rel(ours, expected) <= rel(half(given.bfloat16()), expected)
+    assert ours.dtype == torch.float32 and 0 < rel(ours, expected) <= rel(half(given.bfloat16()), expected)
 
 
 @BOTH
@@ -124,8 +123,7 @@ def test_a_clip_of_eighty_frames_is_encoded_whole_and_a_longer_or_wider_one_in_t
         ((9, 32, 768), (9, 32, 320), (9, 32, 1024)),
     ):
         pixels, shapes = randn(1, 3, *clip), []
-        assert rel(encode_tiled(partial(map, encode), pixels), encode(pixels)) < 1e-6
-        assert shapes == [*tiles, clip]
+        assert rel(encode_tiled(partial(map, encode), pixels), encode(pixels)) < 1e-6 and shapes == [*tiles, clip]
 
 
 def test_a_bfloat16_run_decodes_in_it_where_the_cpu_multiplies_it(monkeypatch):
@@ -138,8 +136,7 @@ def test_a_bfloat16_run_decodes_in_it_where_the_cpu_multiplies_it(monkeypatch):
 
 def resident() -> int:
     """Bytes of memory of this process that are no file's."""
-    line = Path("/proc/self/status").read_text().split("RssAnon:")[1]
-    return int(line.split()[0]) * 1024
+    return int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) * 1024
 
 
 def free_between(in_use: list) -> int:

@@ -28,8 +28,7 @@ SOUND_CORRELATION = 0.99
 def clip(count: int, height: int = 64, width: int = 96) -> torch.Tensor:
     """Smooth, colourful pictures that change, uint8 (count, height, width, 3)."""
     frame, y, x = torch.meshgrid(*map(torch.arange, (count, height, width)), indexing="ij")
-    places = (x / 40 + y / 55 + frame / 9)[..., None]
-    return (127 + 100 * torch.sin(places * torch.tensor([0.5, 1.0, 1.5]))).byte()
+    return (127 + 100 * torch.sin((x / 40 + y / 55 + frame / 9)[..., None] * torch.tensor([0.5, 1.0, 1.5]))).byte()
 
 
 def sine(samples: int) -> torch.Tensor:
@@ -173,8 +172,7 @@ def test_an_error_while_a_video_is_written_leaves_the_old_file_and_nothing_else(
 def test_frames_are_written_as_lossless_pictures_chunk_by_chunk(tmp_path):
     frames, folder = picture_frames(5, 64, 96, 3), tmp_path / "new" / "frames"
     assert [len(chunk) for chunk in write_frames(folder, frames.split(2))] == [2, 2, 1]
-    pictures = [np.array(Image.open(path)) for path in sorted(folder.iterdir())]
-    assert np.array_equal(pictures, frames.numpy())
+    assert np.array_equal([np.array(Image.open(path)) for path in sorted(folder.iterdir())], frames.numpy())
 
 
 def test_a_rounded_broadcast_rate_becomes_exact_and_a_fraction_is_typed_as_one():

@@ -16,6 +16,8 @@ from ltx_neuron.sampling.latents import patchify_audio, patchify_video
 from ltx_neuron.sampling.shapes import video_latent_shape
 from ltx_neuron.weights.lora import Lora
 
+LORAS = (Lora("ic.safetensors", 1.0),)
+
 
 def job(frames: int = 73, window: int = 41, carry: int = 17, **fields) -> Job:
     lengths = {"chunk_pixel_frames": window, "chunk_carry_frames": carry} | fields
@@ -23,23 +25,16 @@ def job(frames: int = 73, window: int = 41, carry: int = 17, **fields) -> Job:
     return make_job(lengths.pop("prompt", "a fox"), size, **lengths)
 
 
-LORAS = (Lora("ic.safetensors", 1.0),)
-
-
-def test_windows_own_every_frame_once_and_only_the_last_one_is_shorter():
+def test_windows_own_every_frame_once_only_the_last_one_is_shorter_and_those_of_the_golden_run_are_upstreams():
     for total, window, carry in itertools.product(range(9, 400, 8), (41, 97), (17, 25)):
         windows = layout(total, window, carry, 0)
         if total <= window:
             assert not windows
             continue
-        owned = [w.start + frame for w in windows for frame in range(w.taken, w.frames)]
-        assert owned == [*range(total)]
+        assert [w.start + frame for w in windows for frame in range(w.taken, w.frames)] == [*range(total)]
         assert all(w.frames == window for w in windows[:-1]) and carry < windows[-1].frames <= window
         for before, after in itertools.pairwise(windows):
             assert after.start == before.start + before.frames - carry and after.taken == before.given == carry
-
-
-def test_the_windows_of_the_golden_run_are_upstreams():
     windows = layout(73, 41, 17, 8, keyframes=2)
     facts = [(w.frames, w.start, w.taken, w.given) for w in windows]
     assert facts == [(41, 0, 0, 17), (41, 24, 17, 17), (25, 48, 17, 0)]
@@ -62,15 +57,11 @@ def test_a_longer_clip_needs_no_other_graph_and_a_window_of_the_default_length_a
     assert job(97, 97, 25).buckets == replace(plain, size=replace(two.size, num_frames=97)).buckets
 
 
-@pytest.mark.parametrize(("carry", "scale", "dropped"), [(17, 1, 3), (25, 1, 4), (25, 2, 3), (0, 1, 0)])
-def test_the_tokens_of_a_reference_that_touch_the_carry_are_not_seen(carry, scale, dropped):
-    video = ReferenceVideo("depth.mp4", 1.0, 200, 1, scale, start=24, carry=carry)
-    size = Size(128, 192, 41, 24.0)
-    frames, *sides = video.latent_shape(size)
-    assert video.dropped_latents == dropped and video.seen_shape(size) == (frames - dropped, *sides)
-
-
-def test_a_reference_is_read_from_the_first_frame_of_the_window():
+def test_a_reference_is_read_from_the_first_frame_of_the_window_and_tokens_that_touch_the_carry_are_not_seen():
+    for carry, scale, dropped in ((17, 1, 3), (25, 1, 4), (25, 2, 3), (0, 1, 0)):
+        video, size = ReferenceVideo("depth.mp4", 1.0, 200, 1, scale, start=24, carry=carry), Size(128, 192, 41)
+        frames, *sides = video.latent_shape(size)
+        assert video.dropped_latents == dropped and video.seen_shape(size) == (frames - dropped, *sides)
     long, short = (ReferenceVideo("depth.mp4", 1.0, frames) for frames in (73, 65))
     windows = job(references=(long,), stage_1_loras=LORAS).windows
     assert [(w.references[0].start, w.references[0].carry) for w in windows] == [(0, 0), (24, 17), (48, 17)]
@@ -79,20 +70,17 @@ def test_a_reference_is_read_from_the_first_frame_of_the_window():
     job(65, references=(short,), stage_1_loras=LORAS)._check_windows()
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
+def test_lengths_and_fields_that_cannot_be_are_refused_with_what_to_type():
+    for fields, message in (
         ({"window": 40}, "wanted 8k.1, 25 to .*type --chunk-pixel-frames 41"),
         ({"carry": 9}, "type --chunk-carry-frames 17"),
         ({"window": 25, "carry": 25}, "type --chunk-pixel-frames 33"),
         ({"chunk_blend_frames": 18}, "wanted 0 to 17"),
         ({"num_generated_keyframes": 23}, "wanted 0 to 22 .* with a carry of 17"),
         ({"prompt": "", "prompts": ("a", "b", "c", "d")}, "got 4 for 3 windows"),
-    ],
-)
-def test_lengths_and_fields_that_cannot_be_are_refused_with_what_to_type(fields, message):
-    with pytest.raises(UserError, match=message):
-        job(**fields).check()
+    ):
+        with pytest.raises(UserError, match=message):
+            job(**fields).check()
 
 
 def tensors_of(window: Job, stage) -> dict[str, torch.Tensor]:

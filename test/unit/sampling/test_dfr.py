@@ -41,10 +41,8 @@ def test_the_canvas_is_the_shortest_of_whole_segments():
 def test_the_windows_of_a_round_own_its_latents_once_and_begin_on_keyframes(holds):
     for frames, number in itertools.product(range(9, 530, 8), (1, 2)):
         half, windows = dfr.segment(frames), dfr.windows(frames, 2, holds)
-        mine = [w for w in windows if w.round == number]
-        last = (dfr.canvas(frames) - 1) * 2**number
-        cells = [w.start // 8 + cell for w in mine for cell in range(w.shared, w.latents)]
-        assert cells == [*range(last // 8 + 1)]
+        mine, last = [w for w in windows if w.round == number], (dfr.canvas(frames) - 1) * 2**number
+        assert [w.start // 8 + cell for w in mine for cell in range(w.shared, w.latents)] == [*range(last // 8 + 1)]
         owned = [(w.latents - w.shared) * 8 // (2 * half) for w in mine]
         assert owned == sorted(owned, reverse=True) and owned[0] - owned[-1] <= 1
         assert len(mine) == min(2**number, last // (2 * half))
@@ -156,8 +154,7 @@ def test_images_stay_at_their_moments():
 def test_stages_have_the_loras_samplers_and_sound_of_their_release():
     for kind, loras in ((NEW, ()), ({**OLD, "detailing_loras": DETAIL, "detailing_scale": 2}, DISTILLED)):
         first, second, *windows = job(kind=kind).stages
-        assert second.loras == loras + DETAIL
-        assert {stage.loras for stage in (first, *windows)} == {loras}
+        assert second.loras == loras + DETAIL and {stage.loras for stage in (first, *windows)} == {loras}
     old, new = job(kind=OLD), job()
     noise = [(10_000, 1), (20_000, 1), (1000, 0.5)]
     assert [(stage.sampler, stage.noise) for stage in new.stages[:3]] == [("ancestral", each) for each in noise]

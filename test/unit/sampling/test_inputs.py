@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
+from engines import opened_workspace
 from helpers import picture_frames, tone, write_sound
 from jobs import make_job, read_voice, replace
 from safetensors.torch import save_file
 from typed import parsed, said
 
 from ltx_neuron import flags
-from ltx_neuron.artifacts.workspace import RunOptions, Workspace
-from ltx_neuron.config.profiles import resolve
+from ltx_neuron.artifacts.workspace import RunOptions
 from ltx_neuron.engine.outputs import run_identity
 from ltx_neuron.engine.run import Engine
 from ltx_neuron.errors import UserError
@@ -223,8 +223,7 @@ def engine_of(jobs: list[Job]) -> SimpleNamespace:
         jobs.extend(given)
         raise UserError("enough")
 
-    workspace = SimpleNamespace(spatial_scale=2.0)
-    known = dict(compat=COMPAT[None], options=RunOptions(), workspace=workspace)
+    known = dict(compat=COMPAT[None], options=RunOptions(), workspace=SimpleNamespace(spatial_scale=2.0))
     return SimpleNamespace(**known, check_process=lambda: None, run=run)
 
 
@@ -242,16 +241,11 @@ def test_a_job_is_the_same_by_flags_by_a_call_of_python_and_again_from_its_line(
     assert json.loads(json.dumps(by_flags.describe())) == by_flags.describe()
 
 
-def workspace(tiny, folder) -> Workspace:
-    return Workspace(tiny.checkpoint, resolve("cpu"), folder, 2, "float32", tiny.gemma_root)
-
-
 def test_missing_graphs_are_refused_with_the_command_that_compiles_them(typed, tiny, tmp_path):
     kind = said(*typed.split())
     with pytest.raises(UserError) as error:
-        workspace(tiny, tmp_path).dit_program_for(kind, kind.stages[0])
-    line = str(error.value).splitlines()[-1]
-    words = shlex.split(line.partition(command("compile transformer"))[2])
+        opened_workspace(tiny, tmp_path, tp=2).dit_program_for(kind, kind.stages[0])
+    words = shlex.split(str(error.value).splitlines()[-1].partition(command("compile transformer"))[2])
     parser = flags.parser("", "", gemma=False)
     flags.add_job(parser, flags.GRAPHS)
     args = parser.parse_args(words)
@@ -261,7 +255,7 @@ def test_missing_graphs_are_refused_with_the_command_that_compiles_them(typed, t
     assert not {"--start-time", "--audio-start-time", "--regenerate", "--sampler"} & {*words}
 
 
-def test_a_retake_and_a_reference_have_the_sizes_of_their_files(clip, ic_lora):
+def test_a_retake_a_reference_and_a_video_to_dub_have_the_sizes_of_their_files(clip, ic_lora):
     path = clip(9, 32, 64, 25.0)
     assert said("--video-path", path, "0.1", "0.2").size == Size(32, 64, 9, 25.0)
     # A line's file counts, not the command.
@@ -274,24 +268,21 @@ def test_a_retake_and_a_reference_have_the_sizes_of_their_files(clip, ic_lora):
     assert referring.references == (ReferenceVideo(path, 0.8, 9, 2, 4),)
     assert referring.stage_1_loras == (Lora(lora.path, 0.5),)
     referring.check()
-
-
-def test_a_video_to_dub_tells_its_length_and_rate_and_its_lora_the_scale(clip, ic_lora):
+    # Of a video to dub the file tells length and rate, and the LoRA the scale.
     lora, film = ic_lora(downscale_factor="2", temporal_scale_factor="2"), clip(28, 64, 64, 29.97)
     words = "--height", 128, "--width", 128, "--two-stage", "--reference-strength", 0.5
     dubbed = said(*words, "--reference-video", film, "--lora", lora.path)
     rate = 30000 / 1001  # not 29: the video keeps the clip's speed
     assert dubbed.size == Size(128, 128, 25, rate, two_stage=True) and dubbed.output_frame_rate == rate
     # Of scales the LoRA has that of pixels alone; the sound is not cut to the video.
-    assert dubbed.dubbing == ReferenceVideo(film, 0.5, 25, 2, 1)
-    assert dubbed.reference_sound == read_voice(film)
+    assert dubbed.dubbing == ReferenceVideo(film, 0.5, 25, 2, 1) and dubbed.reference_sound == read_voice(film)
     dubbed.check()
     of_line = flags.job_of_line(parsed("--num-frames", 9, *words))({"reference_video": film, "lora": str(lora.path)})
     assert of_line.size == dubbed.size
     assert input_files.notes(dubbed) == [f"{film}: 25 of 28 frames are used (8k+1)"]
 
 
-def test_a_voices_defaults_are_those_of_id_lora_and_scales_are_flags(voice, ic_lora):
+def test_a_voice_has_the_defaults_of_id_lora_and_is_a_file_or_its_first_seconds_noted_if_unusual(voice, ic_lora):
     made, off = job(**VOICED), job(**VOICED | dict(reference_sound=SILENCED))
     video, audio = made.resolved_guidance.streams
     assert video == StreamGuidance(3.0, 1.0, (29,), 3.0) and audio == replace(video, cfg_scale=7.0)
@@ -312,9 +303,6 @@ def test_a_voices_defaults_are_those_of_id_lora_and_scales_are_flags(voice, ic_l
     shape = flags.shape(parsed("--reference-audio", voice, "--identity-guidance-scale", 0, compiles=True), "dev")
     shape.check_shape()
     assert not shape.buckets[0].identity
-
-
-def test_a_voice_is_all_of_a_file_or_its_first_seconds_and_noted_if_much_shorter_or_longer_than_the_trainings(voice):
     assert read_voice(voice) == ReferenceAudio(voice, TREF)
     assert read_voice(voice, reference_audio_max_duration=0.5) == ReferenceAudio(voice, 13, 0.5)
     for latents, seconds in ((26, "1.0"), (126, None), (300, "12.0")):
@@ -324,7 +312,7 @@ def test_a_voice_is_all_of_a_file_or_its_first_seconds_and_noted_if_much_shorter
 
 
 def test_a_run_depends_on_what_each_of_its_files_holds_and_not_on_where_they_lie(tiny, tmp_path, ic_lora):
-    opened, loras = workspace(tiny, tmp_path / "artifacts"), (ic_lora(),)
+    opened, loras = opened_workspace(tiny, tmp_path / "artifacts", tp=2), (ic_lora(),)
     paths = {name: str(tmp_path / name) for name in ("image", "sound", "reference", "mask", "video", "dubbed")}
     for path in paths.values():
         Path(path).write_bytes(b"before")
@@ -388,8 +376,7 @@ def test_the_upsampler_of_one_and_a_half_makes_stage_1_two_thirds_of_the_size():
     assert size.first == Size(64, 128, 9)
     assert made.scaled(1.5) is made and made.scaled(2.0).size == Size(96, 192, 9, two_stage=True)
     assert [(stage.height, stage.width) for stage in made.stages] == [(64, 128), (96, 192)]
-    assert (made.height, made.two_stage) == (96, True)
-    assert made.describe()["spatial_scale"] == 1.5
+    assert (made.height, made.two_stage, made.describe()["spatial_scale"]) == (96, True, 1.5)
     assert "spatial_scale" not in make_job("rain", Size(two_stage=True)).describe()
     with pytest.raises(UserError, match="height 512 is not a multiple of 96 .* 1.5 .*nearest valid: 480 or 576"):
         Size(512, 768, 9, two_stage=True, spatial_scale=1.5).check()

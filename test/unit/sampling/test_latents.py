@@ -15,9 +15,6 @@ from ltx_neuron.sampling.latents import patchify_audio, patchify_video, referenc
 from ltx_neuron.sampling.schedules import STAGE_2_SIGMAS
 from ltx_neuron.sampling.shapes import audio_latent_frames, video_latent_shape
 
-SIZES = [(1, 1, 1), (3, 2, 5), (16, 3, 2)]  # latent frames, rows, columns
-# One fp32 rounding of a time below 32 s: half of its last bit. A frame too early or late is 4e-2.
-SECONDS = 2**-20
 SHAPE, FPS, AUDIO_FRAMES = (3, 2, 4), 24.0, 18
 PER_FRAME = SHAPE[1] * SHAPE[2]
 SCALES = 1.0, STAGE_2_SIGMAS[0]
@@ -66,7 +63,7 @@ def image(frame_index=0, strength=1.0, seed=5):
 
 @pytest.mark.parametrize("fps", [24.0, 25.0, 23.976])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", SIZES)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 2, 5), (16, 3, 2)])  # latent frames, rows, columns
 def test_video_positions_and_patches_are_ltx_cores_and_keyframes_behind_them_are_dropped(shape, dtype, fps):
     theirs = tools(shape=shape, fps=fps)
     positions = middles(theirs.create_initial_state("cpu", dtype).positions)
@@ -97,7 +94,8 @@ def test_a_keyframe_lasts_from_its_own_frame_for_one_frame_or_eight_as_in_ltx_co
     theirs = middles(state.positions[:, :, -6:])
     assert torch.equal(latents.keyframe_positions(2, 3, frame, fps, duration=8), theirs)
     theirs[:, 0] -= 3.5 / fps
-    assert furthest(latents.keyframe_positions(2, 3, frame, fps, 1), theirs) < SECONDS
+    # One fp32 rounding of a time below 32 s: half of its last bit. A frame too early or late is 4e-2.
+    assert furthest(latents.keyframe_positions(2, 3, frame, fps, 1), theirs) < 2**-20
 
 
 def test_latents_have_the_shapes_that_ltx_core_gives_a_video_and_its_sound():
@@ -115,8 +113,7 @@ def test_latents_have_the_shapes_that_ltx_core_gives_a_video_and_its_sound():
 
 def test_a_token_of_a_half_size_reference_is_at_the_middle_of_the_four_that_it_stands_for():
     whole, half = reference_positions((2, 4, 6), 24.0), reference_positions((2, 2, 3), 24.0, space_scale=2)
-    expected = whole.unflatten(2, (2, 2, 2, 3, 2)).mean((4, 6)).flatten(2)
-    assert torch.allclose(half, expected)
+    assert torch.allclose(half, whole.unflatten(2, (2, 2, 2, 3, 2)).mean((4, 6)).flatten(2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -169,8 +166,7 @@ def test_with_compat_a_reference_starts_from_itself_as_in_1_0_0(strength):
         initial_states(job, False, *inputs, Compat(conditioning=old), torch.float32)[0] for old in (True, False)
     )
     assert torch.equal(ours.noised(generator(10), 1.0, True), theirs.latent)
-    held = len(ours.denoise_mask) // 2
-    assert not later.latent[:, held:].any() and torch.equal(later.positions, ours.positions)
+    assert not later.latent[:, len(ours.denoise_mask) // 2 :].any() and torch.equal(later.positions, ours.positions)
 
 
 def test_later_releases_blend_images_with_what_the_stage_would_start_from():
@@ -199,8 +195,7 @@ def test_masks_start_with_1_hold_each_strength_once_and_every_token_chooses_its_
     rows, choice = state.timestep_choice(timesteps, torch.bfloat16)
     assert rows.shape == (timesteps,) and rows[0] == 1
     assert choice.dtype == torch.bfloat16 and choice.shape == (len(state.denoise_mask), timesteps)
-    assert torch.equal(choice.sum(1), torch.ones(len(choice)))
-    assert set(choice.flatten().tolist()) == {0.0, 1.0}
+    assert torch.equal(choice.sum(1), torch.ones(len(choice))) and {*choice.flatten().tolist()} == {0.0, 1.0}
     assert torch.equal((choice.float() @ rows)[:, None], state.denoise_mask)
 
 
