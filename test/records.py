@@ -4,11 +4,10 @@ CPU without AVX2 draws other weights for the tiny models, and ends up to 5e-5 aw
 import json
 import math
 from functools import cached_property
-from pathlib import Path
 
 import torch
 from conftest import ROOT
-from helpers import rel
+from helpers import furthest, rel
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -39,8 +38,7 @@ def comparable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Tensors of a run as records have them: hidden states where the prompt has tokens."""
     if "hidden_states" not in tensors:
         return dict(tensors)
-    tokens = tensors["attention_mask"].bool().flatten()
-    return tensors | {"hidden_states": tensors["hidden_states"][:, tokens]}
+    return tensors | {"hidden_states": tensors["hidden_states"][:, tensors["attention_mask"].bool().flatten()]}
 
 
 def write(name: str, tensors: dict[str, Tensor], **metadata) -> None:
@@ -55,7 +53,7 @@ class Record:
     """The tensors of a job as upstream makes them."""
 
     def __init__(self, name: str):
-        self.path = Path(FOLDER / f"{name}.safetensors")
+        self.path = FOLDER / f"{name}.safetensors"
         with safe_open(self.path, "pt") as file:
             self.metadata = file.metadata()
             self.samples = {key: file.get_tensor(key) for key in file.keys()}
@@ -71,7 +69,8 @@ class Record:
         difference."""
         got = comparable(got)
         assert {key: list(got[key].shape) for key in self.samples} == self.shapes
-        return {key: _distance(sample(got[key]), expected) for key, expected in self.samples.items()}
+        pairs = {key: (sample(got[key]), expected) for key, expected in self.samples.items()}
+        return {key: (furthest if pair[1].dtype == torch.uint8 else rel)(*pair) for key, pair in pairs.items()}
 
     def assert_equal(self, got: dict[str, Tensor], bound: float) -> None:
         """A run in float32 is as near to the record as `bound` says of latents."""
@@ -86,9 +85,3 @@ class Record:
         assert distances.keys() == self.bfloat16.keys()
         limits = {key: BF16_FACTOR * theirs + BF16_FLOOR for key, theirs in self.bfloat16.items()}
         assert {key: d for key, d in distances.items() if not d <= limits[key]} == {}
-
-
-def _distance(got: Tensor, expected: Tensor) -> float:
-    if expected.dtype == torch.uint8:
-        return (got.int() - expected.int()).abs().max().item()
-    return rel(got, expected)

@@ -166,14 +166,13 @@ def opened(tmp_path, tokens: bool = True, **settings):
     workspace.recorded |= Compiled(SMALL).recorded
     workspace.checkpoint_path = tmp_path / "tiny.safetensors"
     workspace.checkpoint_path.touch()
-    token = new_token(tmp_path / "tokens.json", "ada")
+    token = new_token(tmp_path / "tokens.json", "ada").encode()
     sizes = SizeRegistry(workspace, CompiledSize(SMALL, "distilled"), upsamplers=())
     with open_queue(tmp_path) as queue:
         limits = Limits(max_queue=10, max_body_mb=MOST_BODY / 2**20, rate=1e9)
         submitter = JobSubmitter(queue, sizes, "tiny", limits)
-        owners = Tokens.load(tmp_path / "tokens.json" if tokens else None)
-        app = create_app(submitter, owners, **settings)
-        yield Service(app, queue, token.encode(), sizes, submitter)
+        app = create_app(submitter, Tokens.load(tmp_path / "tokens.json" if tokens else None), **settings)
+        yield Service(app, queue, token, sizes, submitter)
 
 
 @contextmanager

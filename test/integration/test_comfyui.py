@@ -24,8 +24,7 @@ TWO = "128x128, 9 frames, 24 fps, two stages, distilled"
 
 def ask(url: str, body: dict | None = None):
     """A route's JSON."""
-    request = urllib.request.Request(url, body and json.dumps(body).encode())
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with urllib.request.urlopen(url, body and json.dumps(body).encode(), timeout=60) as answer:
         return json.load(answer)
 
 

@@ -55,8 +55,7 @@ def test_openais_client_and_the_sync_route_get_the_scripts_bytes(openai, service
 
 def test_answers_are_openais_types_and_the_model_says_which_sizes_are_compiled(openai, service):
     client, adapter = service.client(), TypeAdapter(openai.types.Video)
-    created = client.videos.with_raw_response.create(**ASKED[0][0])
-    id = created.http_response.json()["id"]
+    id = (created := client.videos.with_raw_response.create(**ASKED[0][0])).http_response.json()["id"]
     for raw in (created, client.videos.with_raw_response.retrieve(id)):
         with pytest.raises(ValidationError) as caught:
             adapter.validate_json(raw.content, strict=True)
@@ -89,15 +88,14 @@ def test_a_worker_adds_up_the_seconds_of_its_work(setup, tiny, tmp_path):
                 other.submit(decode_sound).result()
             engine.recorder.finished(seconds)
             working._keep_records()
-        state = working._state
-    assert state["video_seconds"] == 5.0
-    assert 0.2 <= state["busy_seconds"] < sum(state["phases"].values()) - 0.15
+    videos, busy, phases = (working._state[name] for name in ("video_seconds", "busy_seconds", "phases"))
+    assert videos == 5.0 and 0.2 <= busy < sum(phases.values()) - 0.15
 
 
 def test_a_worker_whose_leases_ended_on_a_full_disk_does_not_take_its_own_jobs(setup, tiny, tmp_path):
     with worker(setup, tiny, tmp_path) as (working, intake):
         queue, entry = working.queue, ask(intake, 0)
-        working.batch_key = queue.next_batch_key()
+        working.batch_key = entry.batch_key
         assert len(working._take()) == 1
         queue.monotonic = lambda: time.monotonic() + queue.lease + 1  # without a heartbeat
         assert working._take() == [] and queue.get("ada", entry.id).attempt == 1
@@ -132,19 +130,30 @@ def test_a_worker_waits_for_a_locked_database_and_one_attempt_outlives_a_clock_t
     assert printed.out.count("database is locked") == 1 and "Traceback" not in printed.err
 
 
-def test_a_job_cancelled_between_steps_ends_there_and_the_next_is_what_it_was(setup, tiny, wanted, tmp_path):
+def test_jobs_cancelled_between_steps_while_decoded_or_waiting_leave_nothing_and_the_next_is_what_it_was(
+    setup, tiny, wanted, tmp_path
+):
     with worker(setup, tiny, tmp_path) as (working, intake):
-        queue, steps, on_step_end = working.queue, [], working.engine.on_step_end
-        first, second = ask(intake, 0), ask(intake, 2)
+        queue, steps, on_step_end, hold = working.queue, [], working.engine.on_step_end, working._while_owned
+        denoised, decoded, waiting, last = (ask(intake, number) for number in (0, 0, 1, 2))
+        assert queue.cancel("ada", waiting.id)
 
-        def cancel(stage, number):
+        def cancel_between_steps(stage, number):
             steps.append((working.engine.job.prompt, number))
             if len(steps) == 3:
-                assert queue.cancel("ada", first.id)
+                assert queue.cancel("ada", denoised.id)
             on_step_end(stage, number)
 
-        working.engine.on_step_end = cancel
-        run_until(working, second)
-        assert [n for prompt, n in steps if prompt == ASKED[0][0]["prompt"]] == [0, 1, 2]
-        assert (queue.folder_of(second.id) / VIDEO).read_bytes() == wanted[2]
-        assert not queue.folder_of(first.id).exists()  # let go of
+        def cancel_between_chunks(entry, chunks):
+            for chunk in hold(entry, chunks):
+                yield chunk
+                if entry.id == decoded.id:
+                    assert queue.cancel("ada", decoded.id)
+
+        working.engine.on_step_end, working._while_owned = cancel_between_steps, cancel_between_chunks
+        run_until(working, last)
+        same, other = ASKED[0][0]["prompt"], ASKED[2][0]["prompt"]
+        numbers = [*((same, number) for number in (0, 1, 2, *range(8))), *((other, number) for number in range(8))]
+        assert steps == numbers  # and none of the one that waited
+        assert [folder.name for folder in queue.folder.iterdir()] == [last.id]
+        assert (queue.folder_of(last.id) / VIDEO).read_bytes() == wanted[2]

@@ -69,19 +69,16 @@ def test_the_sdist_is_the_clone_and_the_wheel_the_package_without_the_demos_file
     assert metadata.description.strip() == (ROOT / "README.md").read_text().strip()
 
 
-@pytest.fixture(scope="module")
-def installed(built, tmp_path_factory) -> Path:
-    """The program, in a new environment that has this one's packages but for ltx-neuron."""
-    environment = tmp_path_factory.mktemp("environment")
+def test_a_wheel_makes_a_clip_of_the_demo_in_an_empty_folder_and_names_its_own_program(
+    built, tmp_path, tmp_path_factory
+):
+    environment = tmp_path_factory.mktemp("environment")  # with this one's packages but for ltx-neuron
+    installed = environment / "bin/ltx-neuron"
     succeeded(run([sys.executable, "-m", "venv", "--without-pip", environment]))
     install = ["install", "--quiet", "--no-deps", "--no-index", built[1]]
     succeeded(run([sys.executable, "-m", "pip", "--python", environment / "bin/python", *install]))
     (site,) = environment.glob("lib/python*/site-packages")
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
-    return environment / "bin/ltx-neuron"
-
-
-def test_a_wheel_makes_a_clip_of_the_demo_in_an_empty_folder_and_names_its_own_program(installed, tmp_path):
     printed = succeeded(run([installed, "demo", ASSETS.checkpoint.parent], tmp_path)).stdout.splitlines()
     for line in printed[-2:]:
         program, *words = shlex.split(line)

@@ -73,8 +73,7 @@ def opened(browser, service):  # noqa: F811
         context.close()
     for video in service.client("bob").videos.list().data:
         service.client("bob").videos.delete(video.id)
-    assert requested and all(url.startswith(root) for url in requested), requested
-    assert failed == []
+    assert requested and all(url.startswith(root) for url in requested) and failed == [], (requested, failed)
 
 
 def generate(page, prompt: str, size: str | None = "64x64") -> None:
@@ -112,8 +111,7 @@ def test_from_a_prompt_to_a_video_that_plays_with_sound_and_is_its_owners(opened
     page.evaluate(f"{VIDEO}.play()")
     for progress in ("currentTime", "webkitAudioDecodedByteCount"):
         wait_for(lambda progress=progress: page.evaluate(f"{VIDEO}.{progress}") > 0)
-    assert page.evaluate(f"{VIDEO}.videoWidth") == 128
-    assert any("/content?variant=video" in url for url in streamed)
+    assert page.evaluate(f"{VIDEO}.videoWidth") == 128 and any("/content?variant=video" in url for url in streamed)
     assert "Done · stage 1: 8 steps, median" in page.text_content("#step")
     assert "Done" in page.text_content("#announced")
     page.wait_for_selector("#gallery li[data-status=completed] img")
@@ -192,8 +190,7 @@ def test_a_seed_is_random_and_a_videos_settings_are_used_again(opened, service):
     page.select_option("#size", "64x64")
     page.locator("#gallery li:has-text('the first') button").click()
     page.click("#reuse")
-    used = [page.input_value(f"#{name}") for name in ("prompt", "seed", "size")]
-    assert used == ["the first", seeds[0], "128x128"]
+    assert [page.input_value(f"#{name}") for name in ("prompt", "seed", "size")] == ["the first", seeds[0], "128x128"]
     page.click("#new-seed")
     assert page.input_value("#seed") == ""
 

@@ -9,8 +9,7 @@ from conftest import ROOT
 
 
 def test_sixty_faults_can_be_planted_two_in_each_room_and_have_tests_that_find_them():
-    command = [sys.executable, ROOT / "test/planted/run.py", "--list"]
-    listed = subprocess.run(command, capture_output=True, text=True)
+    listed = subprocess.run([sys.executable, ROOT / "test/planted/run.py", "--list"], capture_output=True, text=True)
     assert listed.returncode == 0, listed.stderr
     files = [Path(line.partition(":")[0]) for line in listed.stdout.splitlines()]
     assert len(files) >= 60

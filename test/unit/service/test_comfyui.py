@@ -26,12 +26,6 @@ from ltx_neuron.service.fields import read_request
 from ltx_neuron.service.jobs import VIDEO, job_of
 
 IMPORTED = "comfy", "comfy.utils", "comfy.model_management", "folder_paths", "server", "comfy_api", "comfy_api.latest"
-
-
-class Interrupted(Exception):
-    """ComfyUI's InterruptProcessingException."""
-
-
 OBJECTS = "utils", "model_management", "latest", "PromptServer", "instance", "InputImpl"
 FUNCTIONS = "get_temp_directory", "VideoFromFile", "ProgressBar", "update_absolute", "send_progress_text"
 INTERRUPTS = "throw_exception_if_processing_interrupted"
@@ -56,14 +50,12 @@ def node(service, tmp_path, monkeypatch):
 
 def executed(module, **inputs):
     """What ComfyUI does with a node of its first interface, with widgets' defaults for what is not connected."""
-    node = module.NODE_CLASS_MAPPINGS["LTXNeuronVideo"]
-    kinds = node.INPUT_TYPES()
+    kinds = (node := module.NODE_CLASS_MAPPINGS["LTXNeuronVideo"]).INPUT_TYPES()
     widgets = kinds["required"] | kinds["optional"]
     values = {name: more[0]["default"] for name, (_, *more) in widgets.items() if more and "default" in more[0]}
     values |= dict.fromkeys(kinds["hidden"], "7")
     assert inputs.keys() <= {name for names in kinds.values() for name in names}
-    outputs = getattr(node(), node.FUNCTION)(**values | inputs)["result"]
-    return dict(zip(node.RETURN_NAMES, outputs, strict=True))
+    return dict(zip(node.RETURN_NAMES, getattr(node(), node.FUNCTION)(**values | inputs)["result"], strict=True))
 
 
 @contextmanager
@@ -96,8 +88,7 @@ def test_the_node_shows_previews_and_notes_and_returns_the_video_of_its_picture_
             sent["sound"] = read_sound(job.sound.path, "")
             (service.queue.folder_of(entry.id) / VIDEO).write_bytes(b"a video with sound")
         if progress[-1:] == [call(40, 100, None)]:
-            preview = base64.b64encode(jpeg.getvalue()).decode()
-            service.queue.report(entry, 50, {"stage": "stage_1", "preview": preview})
+            service.queue.report(entry, 50, {"preview": base64.b64encode(jpeg.getvalue()).decode()})
         return any(shown.args[2] for shown in progress) and service.queue.complete(entry)
 
     with working(service, end) as server:
@@ -124,15 +115,17 @@ def test_refusals_and_failures_of_the_service_are_the_nodes_errors(service, node
         with pytest.raises(error, match=message):
             executed(module, **{"prompt": "waves"} | inputs)
 
+    interruption = type("InterruptProcessingException", (Exception,), {})
+
     def interrupt(entry) -> bool:
-        getattr(comfy, INTERRUPTS).side_effect = Interrupted
+        getattr(comfy, INTERRUPTS).side_effect = interruption
         return not service.queue.owns(entry)
 
     with working(service, lambda entry: service.queue.fail(entry, "x", "the video could not be made")) as server:
         raises("could not be made", server=server)
         raises("Compiled: 512x768", server=server, size=module.TYPED, width=64)
     with working(service, interrupt) as server:
-        raises(None, Interrupted, server=server)
+        raises(None, interruption, server=server)
         assert service.queue.counts()["in_progress"] == 0  # its job is cancelled
         monkeypatch.delenv("LTX_NEURON_TOKEN")
         raises("send a token", server=server)
@@ -140,8 +133,7 @@ def test_refusals_and_failures_of_the_service_are_the_nodes_errors(service, node
 
 
 def test_a_request_that_is_sent_again_has_the_same_key(node, monkeypatch):
-    module, _ = node
-    urlopen = Mock(side_effect=ConnectionResetError)
+    module, urlopen = node[0], Mock(side_effect=ConnectionResetError)
     monkeypatch.setattr(module.urllib.request, "urlopen", urlopen)
     with pytest.raises(RuntimeError, match="does not answer"):
         executed(module, prompt="waves", server="http://127.0.0.1:1")

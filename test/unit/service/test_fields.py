@@ -75,9 +75,8 @@ def test_a_request_has_the_size_the_job_and_the_files_that_it_names():
 
 
 def test_requests_that_differ_in_any_field_or_file_have_other_digests():
-    other = "data:video/mp4;base64,AAAA"
     fields = [{}, {"seed": 5}, {"size": "64x64"}, {"prompt": "birds"}, {"lora_set": "anime"}]
-    fields += [{name: url} for name in URLS for url in (PNG_URL, other)]
+    fields += [{name: url} for name in URLS for url in (PNG_URL, "data:video/mp4;base64,AAAA")]
     fields += [{"video_conditioning": VIDEO | {"strength": 0.5}}, {"images": [IMAGE]}, {"images": [IMAGE] * 2}]
     fields += [{"images": [IMAGE | more]} for more in ({"frame": 8}, {"strength": 0.5}, {"crf": 20})]
     assert len({read(**body).digest for body in fields}) == len(fields)
@@ -142,8 +141,7 @@ def test_a_refusal_names_the_field_as_it_was_sent_and_has_a_code_and_a_short_mes
 
 
 def test_the_schema_of_a_body_has_every_field_of_a_job_but_paths_of_files_and_of_loras():
-    schema = VideoRequest.model_json_schema()
-    fields = schema["properties"]
+    fields = (schema := VideoRequest.model_json_schema())["properties"]
     assert set(fields) == KNOWN | {"extra_params"}
     others = {"image", "audio_path", "video_path"}  # images, audio_reference, video_reference
     others |= {"prompts", *LoraFields.model_fields}  # prompt and next_prompts, a lora_set

@@ -1,7 +1,6 @@
 """What becomes of a request: a job with its files, or a refusal in words that leaves nothing."""
 
 from base64 import b64encode
-from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 
@@ -10,8 +9,7 @@ import torch
 from jobs import make_job, read_clip
 from PIL import Image
 from safetensors.torch import save_file
-from service_app import FORM, SIZE, SMALL, VIDEOS, Compiled, Sent, form
-from service_app import opened as opened_service
+from service_app import FORM, SIZE, SMALL, VIDEOS, Compiled, Sent, form, opened
 
 from ltx_neuron.job import Size
 from ltx_neuron.sampling.conditions import AttentionMask, ImageCondition, ReferenceAudio, ReferenceVideo, Retake
@@ -29,7 +27,6 @@ PAIR, WIDE = Size(128, 192, 57, two_stage=True), Size(128, 256, 57, two_stage=Tr
 WITH_TAIL = Size(*SMALL.sides, SMALL.num_frames + 8)
 LONG = Size(*SMALL.sides, 121 + 96)  # in two windows
 TILES = {"tile_height": 64, "tile_width": 96}  # six of PAIR's second stage
-VOICES = 51, 126  # latents: 2 and 5 s
 POSE = {"lora_set": "pose", "video_conditioning": "film.mp4", "size": "192x128", "two_stage": "true"}
 PART = {"video_reference": "film.mp4", "start_time": "0.2", "end_time": "0.5"}
 SOUND = {"size": SIZE, "audio_reference": "sound.wav"}
@@ -45,16 +42,17 @@ def with_files(fields: dict, files: dict[str, bytes]) -> dict:
     return {name: files.get(fields[name], files.get(kind, fields[name])) for name, kind in kinds.items()}
 
 
-@contextmanager
-def opened(folder, files: dict[str, bytes]):
+@pytest.fixture(scope="module")
+def opened_studio(tmp_path_factory, files):
     """A service with graphs for each kind of job."""
+    folder = tmp_path_factory.mktemp("studio")
     loras = {name: (Lora(folder / f"{name}.safetensors"),) for name in ("pose", "half", "dub")}
     for name, (lora,) in loras.items():
         save_file({"x": torch.zeros(2)}, lora.path, {"reference_downscale_factor": "2"} if name == "half" else None)
     (folder / "heard.mkv").write_bytes(files["heard.mkv"])
     reference, half = (ReferenceVideo("x", 1.0, FILM.num_frames, scale) for scale in (1, 2))
     posed = {"references": (reference,)}
-    with opened_service(folder) as service:
+    with opened(folder) as service:
         sizes = service.sizes
         sizes.lora_sets = {name: make_job(stage_1_loras=loras[name]) for name in ("pose", "half")}
         # A LoRA of both stages is no voice's.
@@ -73,16 +71,10 @@ def opened(folder, files: dict[str, bytes]):
             ((PAIR,), posed | {"stage_2_ic_lora": True}),
             ((PAIR,), posed | TILES | {"tile": True, "stage_2_ic_lora": True}),
             ((WIDE,), {"references": (half,)}),
-            *(((PAIR,), {"reference_sound": ReferenceAudio("x", count)}) for count in VOICES),
+            *(((PAIR,), {"reference_sound": ReferenceAudio("x", latents)}) for latents in (51, 126)),  # 2 and 5 s
             ((PAIR,), read_clip(folder / "heard.mkv", loras["dub"])),
         ):
             sizes.workspace.recorded |= Compiled(*of, **inputs).recorded
-        yield service
-
-
-@pytest.fixture(scope="module")
-def opened_studio(tmp_path_factory, files):
-    with opened(tmp_path_factory.mktemp("studio"), files) as service:
         yield service
 
 
@@ -97,8 +89,7 @@ def job_sent(service, **fields) -> tuple:
     """The job of a form, as a worker reads it, the object that its client got, and the job's folder."""
     got = service.post_form(**fields)
     assert got.status == 200, got.body
-    folder = service.queue.folder_of(got.json["id"])
-    entry = service.queue.get("ada", got.json["id"])
+    folder, entry = service.queue.folder_of(got.json["id"]), service.queue.get("ada", got.json["id"])
     assert entry.bytes == sum(path.stat().st_size for path in folder.iterdir())
     return job_of(entry.params, folder), got.json, folder
 
@@ -142,14 +133,12 @@ JOBS = {
 
 @pytest.mark.parametrize(("fields", "values", "answer"), JOBS.values(), ids=JOBS)
 def test_a_request_becomes_a_job_with_its_files_beside_it(studio, files, fields, values, answer):
-    fields = with_files(fields, files)
-    job, video, folder = job_sent(studio, **fields)
+    job, video, folder = job_sent(studio, **(fields := with_files(fields, files)))
     assert {path: value_of(job, path) for path in values} == values
     assert {name: video[name] for name in answer} == answer
     sent = {value for value in fields.values() if isinstance(value, bytes)}
     assert {path.read_bytes() for path in folder.iterdir()} == sent
-    assert studio.send("DELETE", f"{VIDEOS}/{video['id']}").status == 200
-    assert not folder.exists()
+    assert studio.send("DELETE", f"{VIDEOS}/{video['id']}").status == 200 and not folder.exists()
 
 
 def test_a_form_with_a_sound_is_the_same_job_when_it_is_sent_again_with_its_key(service, files):
@@ -172,11 +161,10 @@ def test_every_example_of_a_body_is_accepted_and_fits_its_schema(studio, files):
     kinds = described["paths"][VIDEOS]["post"]["requestBody"]["content"]
     for kind, content in kinds.items():
         for name, example in content["examples"].items():
-            if kind == "application/json":
-                validator.validate(example["value"])
-                got = studio.post(**example["value"])
-            else:
-                got = studio.post_form(**with_files(example["value"], files))
+            fields, is_json = example["value"], kind == "application/json"
+            if is_json:
+                validator.validate(fields)
+            got = studio.post(**fields) if is_json else studio.post_form(**with_files(fields, files))
             assert got.status == 200, (kind, name, got.body)
             videos[name] = got.json
             studio.send("DELETE", f"{VIDEOS}/{got.json['id']}")
@@ -203,8 +191,7 @@ def test_a_decoded_picture_has_the_pixels_of_the_file(tmp_path):
         Image.effect_noise((8, 6), 50).convert(mode).save(tmp_path / "a", format=kind)
         picture.decode(tmp_path / "a", tmp_path / "b.png")
         with Image.open(tmp_path / "a") as before, Image.open(tmp_path / "b.png") as after:
-            assert after.format == "PNG"
-            assert before.convert("RGB").tobytes() == after.convert("RGB").tobytes()
+            assert after.format == "PNG" and before.convert("RGB").tobytes() == after.convert("RGB").tobytes()
 
 
 def test_the_model_lists_the_inputs_that_it_takes_with_their_sizes(studio):

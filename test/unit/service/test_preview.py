@@ -35,8 +35,7 @@ def encode(pixels: torch.Tensor) -> torch.Tensor:
 def test_the_matrix_of_an_encoder_gives_the_colours_back():
     colours = torch.rand(4, 6, 3, generator=generator(2)) * 0.6 + 0.2
     pixels = colours.permute(2, 0, 1).repeat_interleave(32, 1).repeat_interleave(32, 2)
-    latent = preview.middle(encode(pixels[None, :, None] * 2 - 1))
-    fitted = preview.with_one(latent) @ preview.fitted(encode)
+    fitted = preview.with_one(preview.middle(encode(pixels[None, :, None] * 2 - 1))) @ preview.fitted(encode)
     torch.testing.assert_close(fitted, colours, atol=0.02, rtol=0)
 
 
@@ -87,9 +86,8 @@ def test_slow_steps_are_read_back_once_each_and_two_fast_ones_for_a_picture(engi
 
 def test_a_samplers_own_prediction_is_shown_and_nothing_is_read_back(engine):
     """Latents of res_2s hold new noise: an Euler step to 0 from two of them would show that."""
-    clean = torch.randn(LATENT)
+    previews, clean = Previews(engine, lambda: 1.0), torch.randn(LATENT)
     engine.stage_run.predicted_video = lambda: clean
-    previews = Previews(engine, lambda: 1.0)
     assert previews.after_step(STAGE, 5) == preview.picture(preview.middle(clean), previews.matrix)
     assert not engine.stage_run.video_latent.called and previews.after_step(STAGE, 6) is None  # too soon
 

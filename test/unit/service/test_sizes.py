@@ -15,8 +15,7 @@ from ltx_neuron.sampling.spec import LoraFile
 from ltx_neuron.service.api_error import ApiError
 from ltx_neuron.service.sizes import CompiledSize, RequestedSize, SizeRegistry
 
-TALL = Size(768, 512, 121)
-LARGE = Size(1024, 1536, 121, two_stage=True)
+TALL, LARGE = Size(768, 512, 121), Size(1024, 1536, 121, two_stage=True)
 DEFAULT = CompiledSize(SMALL, "distilled")
 
 
@@ -107,8 +106,7 @@ def test_an_image_needs_a_graph_that_holds_images():
     assert registry(SMALL, images=image).choose(RequestedSize(), make_job(images=image)).size == SMALL
     # An image at frame 0 needs the graphs of text to video; another one has its own.
     for frame, field in ((0, "input_reference"), (8, "images")):
-        inputs = registry(SMALL, images=(ImageCondition("x", frame),)).inputs
-        assert {*inputs} - {"audio_reference"} == {field}
+        assert {*registry(SMALL, images=(ImageCondition("x", frame),)).inputs} - {"audio_reference"} == {field}
 
 
 @pytest.mark.parametrize("distilled", [(), (LoraFile("/lora", 1.0),)])

@@ -41,14 +41,9 @@ def write_at(path: Path, place: int = 0) -> None:
         file.write(os.urandom(4096))
 
 
-def overwrite(path: Path) -> None:
-    truncate_log(path)
-    write_at(path)
-
-
 DAMAGES = {
     "emptied": lambda path: os.truncate(path, 0),
-    "overwritten": overwrite,
+    "overwritten": lambda path: (truncate_log(path), write_at(path)),
     "log deleted": lambda path: os.unlink(f"{path}-wal"),
 }
 
@@ -77,13 +72,11 @@ def test_each_failure_of_the_database_has_its_own_answer_and_one_line_of_the_log
     for _ in range(20):  # several pages
         service.accepted()
     folders, path = set(service.queue.folder.iterdir()), service.queue.database.path
-    refused, retry = (503, "storage_unavailable"), b"true"
-    if kind != "locked":
-        refused, retry = (500, "storage_failed"), b"false"
+    refused = (503, "storage_unavailable", b"true") if kind == "locked" else (500, "storage_failed", b"false")
     with failing(service.queue, kind):
         for _ in range(2):
             answer = service.post()
-            assert (answer.refused, answer.headers[b"x-should-retry"]) == (refused, retry)
+            assert (*answer.refused, answer.headers[b"x-should-retry"]) == refused
             assert str(path) not in answer.body.decode()
     printed = capsys.readouterr()
     assert printed.out.count(f"{path}: ") == 1 and "Traceback" not in printed.err
@@ -99,25 +92,17 @@ def test_an_upload_without_room_is_answered_with_507(service, place, number, sta
     assert ("Traceback" in caplog.text) == (status == 500)  # only what is a fault is logged
 
 
-def on_small_disk(folder: Path, function) -> None:
-    """Call `function` in a process with a disk of 32 MiB mounted at `folder`."""
+def mount_small_disk(folder: Path) -> None:
+    """Give this process a disk of 32 MiB at `folder`. It exits with 77 where the system lets nobody do that."""
     libc, uid = ctypes.CDLL(None, use_errno=True), os.getuid()
     new_mounts, new_users, private = 0x20000, 0x10000000, 0x44000
-
-    def inside() -> None:
-        own = 0 if uid == 0 else new_users
-        if libc.unshare(new_mounts | own) and libc.unshare(new_mounts | new_users):
-            os._exit(77)
-        with suppress(OSError):
-            Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
-        libc.mount(None, b"/", None, private, None)
-        if libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", 0, b"size=32m"):
-            os._exit(77)
-        function()
-
-    if (code := exit_code(forked(inside, 120))) == 77:
-        pytest.skip("this system lets nobody mount a small disk")
-    assert code == 0
+    if libc.unshare(new_mounts | (0 if uid == 0 else new_users)) and libc.unshare(new_mounts | new_users):
+        os._exit(77)
+    with suppress(OSError):
+        Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
+    libc.mount(None, b"/", None, private, None)
+    if libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", 0, b"size=32m"):
+        os._exit(77)
 
 
 def test_on_a_full_disk_jobs_are_deleted_and_ended_and_no_job_is_taken(tmp_path):
@@ -130,6 +115,7 @@ def test_on_a_full_disk_jobs_are_deleted_and_ended_and_no_job_is_taken(tmp_path)
                 file.write(bytes(2**12))
 
     def check() -> None:
+        mount_small_disk(tmp_path)
         with opened(tmp_path) as service:
             queue, ids = service.queue, [service.accepted() for _ in range(6)]
             others.write_bytes(bytes(20 * 2**20))
@@ -163,7 +149,9 @@ def test_on_a_full_disk_jobs_are_deleted_and_ended_and_no_job_is_taken(tmp_path)
             queue.sweep(1e9, 10**18)
             assert reserve.stat().st_size == RESERVE and queue.claim("w", running.batch_key, 9)
 
-    on_small_disk(tmp_path, check)
+    if (code := exit_code(forked(check, 120))) == 77:
+        pytest.skip("this system lets nobody mount a small disk")
+    assert code == 0
 
 
 def killed_service(folder: Path, keep_log: bool) -> Path:
@@ -207,8 +195,7 @@ AT_START = {
 
 @pytest.mark.parametrize("kind", AT_START)
 def test_a_damaged_database_is_refused_and_the_printed_command_moves_it_away(tmp_path, kind):
-    data = tmp_path / "my data"
-    video = killed_service(data, keep_log=False)
+    video = killed_service(data := tmp_path / "my data", keep_log=False)
     path = (data if kind == "deleted" else tmp_path / "fast") / "queue.sqlite"  # of --database
     path.parent.mkdir(exist_ok=True)
     for part in data.glob("queue.sqlite*"):
@@ -243,10 +230,9 @@ def test_no_worker_is_started_while_the_database_cannot_be_used(tmp_path, monkey
     monkeypatch.setattr(database, "_BUSY_SECONDS", 0.01)
     started = tmp_path / "started"
     command = ["sh", "-c", f"echo >> {shlex.quote(str(started))}"]
-    with open_queue(tmp_path) as queue:
-        other = sqlite3.connect(queue.database.path, isolation_level=None)
+    with open_queue(tmp_path) as queue, closing(sqlite3.connect(queue.database.path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
-        with closing(other), server.supervise_worker(command, queue):
+        with server.supervise_worker(command, queue):
             wait_for(started.exists)
             time.sleep(2)  # a worker that is started at once would be there
             assert started.read_text() == "\n"
