@@ -26,7 +26,7 @@ from ltx_neuron.service.sizes import CompiledSize, SizeRegistry
 from ltx_neuron.service.tokens import new_token
 from ltx_neuron.service.worker import Worker
 
-TP = 2  # as `batches`, whose weights and text encoder it takes
+TP = 2  # as the batches of runs.py, whose weights and text encoder it takes
 SIZE = {"height": 128, "width": 128, "num_frames": 9, "two_stage": True}  # and its half, in one
 SMALL = {"height": 64, "width": 64, "num_frames": 9}
 # What a client says of a job, and the line of a prompts file that says the same.

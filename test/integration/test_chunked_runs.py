@@ -1,5 +1,5 @@
 """Tiny clips of several windows, chunked ones and films made longer: what their windows share, what is kept bit for
-bit, and how they go on when they were killed. The memory of a chunked clip: test/slow/test_chunked_runs.py."""
+bit, and how they go on when they were killed. The memory of a chunked clip: test/slow/test_golden.py."""
 
 import golden_runs
 import pytest

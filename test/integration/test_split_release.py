@@ -1,5 +1,5 @@
 """A batch and the Python API make the same bytes with LTX-2.5, from a folder in the layout of the
-download. The service and resumed runs: test/slow/test_split_release.py and test_dfr.py."""
+download. The service and resumed runs: test/slow/test_split_release.py."""
 
 import json
 
