@@ -29,6 +29,7 @@ def test_what_changes_a_result_without_an_error_is_a_note(workspace):
         (["--recipe", "dev", "--prompt", WORDS, "--negative-prompt", WORDS], ["--prompt has", "--negative-prompt has"]),
         (["--nag-scale", 11, "--negative-prompt", WORDS], [f"--negative-prompt has 4,890 tokens and {CUT}"]),
         (["--seed", 0, "--prompt", WORDS[:1023]], []),
+        (["--prompt", WORDS[:1000] + " " * 100], []),  # spaces at the end are no tokens
     ):
         lines = notes(said(*words), workspace)
         assert [text in note for text, note in zip(expected, lines, strict=True)] == [True] * len(expected)

@@ -96,6 +96,18 @@ def test_a_file_with_another_header_than_its_manifest_has_is_refused(folder):
         rankfiles.open_host_file(folder)
 
 
+def test_a_manifest_with_the_digest_of_another_header_or_with_an_entry_without_digests_is_found(folder):
+    manifest, name = read_json(folder / MANIFEST), rank_file(0)
+    entry = manifest["files"][name]
+    for changed, problem in (
+        (entry | {"header_blake3": "0" * 64}, f"{name}: header differs from its blake3"),
+        ({"bytes": entry["bytes"]}, "wanted size and digests of every file"),
+    ):
+        write_json(folder / MANIFEST, manifest | {"files": manifest["files"] | {name: changed}})
+        (found,) = rankfiles.verify(folder)
+        assert problem in found
+
+
 def test_of_sound_alone_a_part_of_the_file_is_loaded_and_no_tensor_of_it_is_left_out(tmp_path):
     part = {"audio_patchify_proj.weight": (2,), "audio_patchify_proj.bias": (2,)}
     tensors = {name: torch.ones(2) for name in (*part, "patchify_proj.weight")}

@@ -262,3 +262,6 @@ def test_damaged_metadata_and_weights_in_another_small_dtype_are_refused_by_name
         message = f"{QUERY}.weight is stored as {stored}, which is not implemented; wanted.*F8_E4M3(?s:.*)DOWNLOAD"
         with pytest.raises(UserError, match=message):
             Source(SHARDED_MODELS["dit"], [WeightFile(path, "DOWNLOAD")])
+    save_file(SCALED | {f"{QUERY}.weight_scale_2": torch.ones(1)}, path)
+    with pytest.raises(UserError, match="has weights in nvfp4, .*(?s:.*)in bfloat16.*DOWNLOAD"):
+        WeightFile(path, "DOWNLOAD")
