@@ -62,7 +62,7 @@ def starting_states(
     images: list[tuple[ImageCondition, Tensor]],
     dtype: torch.dtype,
 ) -> tuple[LatentState, LatentState]:
-    """The initial state of a stage's video and audio.
+    """Choose the latents from which a stage starts, and make the states of its video and audio.
 
     tensors  of the job so far, with what to_upsample names
     images   each with its latent (1, 128, 1, h, w) at this stage's size

@@ -46,7 +46,7 @@ def encode_images(
     """The images with their latents (1, 128, 1, h, w) at a stage's size."""
     encoded = []
     for image in inputs.placed:
-        assert image.crf is not None  # with_release_defaults
+        assert image.crf is not None  # the release's, if no other is given
         pixels = load_image(image.path, height, width, image.crf, host.dtype, inputs.orientation)
         encoded.append((image, host.encode_image(pixels)))
     return encoded

@@ -1,5 +1,4 @@
-"""The samplers. A new one is a row of SAMPLERS and a step: a class of the host, or a tail of the
-graphs (models/programs.py).
+"""The samplers. docs/architecture.md lists what a new one changes.
 
 On the host: between evaluations of the model it computes with upstream's operations in the same
 order, so that results are bit-identical.
@@ -287,7 +286,7 @@ class Sampler(NamedTuple):
 
 SAMPLERS = {
     "euler": Sampler(),
-    "ancestral": Sampler(),  # Euler that adds noise in each step
+    "ancestral": Sampler(),  # Euler that adds noise in each step; a release selects it
     "res_2s": Sampler(Res2s, evaluation_pairs, steps_of_evaluations),  # two evaluations a step
     "gradient_estimation": Sampler(GradientEstimation),
 }

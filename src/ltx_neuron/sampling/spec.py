@@ -43,7 +43,6 @@ from ltx_neuron.sampling.size import FRAME_RATES, AutoDuration, Size
 SEED = 10  # the default
 RANDOM_SEED = -1  # the command draws a seed, prints and records it
 RECIPES = "distilled", "dev"
-SAMPLERS = "euler", "res_2s", "gradient_estimation"  # a release selects the ancestral one
 DETAILING = 0.5  # strength of the detailing LoRA
 HQ_STRENGTHS = 0.25, 0.5  # of the distilled LoRA in stage 1 and stage 2
 
@@ -456,7 +455,7 @@ class JobFields(
         "LTX-2.5: predict --num-frames from the prompt, between these seconds (default: 1 20)",
         "[MIN_SECONDS MAX_SECONDS]",
     )
-    sampler: Literal[SAMPLERS] = _option(
+    sampler: Literal["euler", "res_2s", "gradient_estimation"] = _option(
         "dev recipe: res_2s (HQ, for --two-stage) or gradient_estimation (default: euler)",
         default="euler",
     )

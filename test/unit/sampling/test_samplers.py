@@ -2,6 +2,7 @@
 
 import dataclasses
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
 from ltx_neuron.sampling.samplers import GradientEstimation, Res2s, Stream, ancestral_coefficients, evaluation_pairs
 from ltx_neuron.sampling.schedules import DISTILLED_MAX_STEPS, DISTILLED_SIGMAS, STAGE_2_SIGMAS, ltx2_schedule
 from ltx_neuron.sampling.shapes import GUIDED_MAX_STEPS
+from ltx_neuron.sampling.spec import JobFields
 
 TOKENS = {"video": 12, "audio": 7}
 GUIDED = ltx2_schedule(5, tokens=18)
@@ -140,6 +142,10 @@ def test_ranks_that_differ_and_predictions_that_are_not_finite_are_errors():
     run.stage, run.sequence = Stage("stage_2", 64, 64, STAGE_2_SIGMAS), ["main"] * 3
     with pytest.raises(RunError, match=r"after step 2 of 3 of stage 2 \(sigma 0.725 to 0.4219\)"):
         run.step(1)
+
+
+def test_every_sampler_is_a_choice_of_the_flag_or_the_ancestral_one_of_a_release():
+    assert {*get_args(JobFields.model_fields["sampler"].annotation), "ancestral"} == {*samplers.SAMPLERS}
 
 
 def test_hq_has_the_schedule_and_defaults_of_ltx_core_and_the_graphs_of_the_dev_recipe():
