@@ -2,7 +2,6 @@
 processes and files of media."""
 
 import ctypes
-import gc
 import json
 import math
 import os
@@ -297,10 +296,7 @@ def save_weights(folder: Path, *ranks: dict[str, Tensor]) -> Path:
 
 def forked(function: Callable[[], None], seconds: int = 30) -> int:
     """The pid of a forked process that calls a function, and ends after so many seconds in any case; its exit code is 0
-    where the function returned, and 1 where it raised. The parent's free heap is given back first: a child that reuses
-    its pages would grow by less than it allocates."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
+    where the function returned, and 1 where it raised."""
     child = os.fork()
     if child:
         return child

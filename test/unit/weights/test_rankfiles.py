@@ -20,7 +20,7 @@ import pytest
 import torch
 from blake3 import blake3
 from fuzz import on_random
-from helpers import exit_code, forked, locked, one_thread, randn, said_to_an_ordinary_user, save_weights  # noqa: F401
+from helpers import locked, one_thread, randn, said_to_an_ordinary_user, save_weights  # noqa: F401
 from hypothesis import assume
 from safetensors.torch import save_file
 
@@ -274,7 +274,7 @@ def test_what_the_machine_lacks_is_not_blamed_on_the_file(stored, monkeypatch, n
 
 
 def peak() -> int:
-    """Of this process alone: getrusage would count the one that started it."""
+    """The most memory that this process has held, in bytes. getrusage would count the one that started it."""
     return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 
 
